@@ -197,7 +197,7 @@ def _arranged_pieces(
         return []
     if sum(tensor.bytes for tensor in tensors) > MAX_COPY_BYTES:
         return []
-    makers = (gradients_nchw_to_nhwc.arranged_grad_input, gradients_nchw_to_nhwc.arranged_grad_weight)
+    makers = (gradients_nchw_to_nhwc.nhwc_grad_input, gradients_nchw_to_nhwc.nhwc_grad_weight)
     made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]
     return [piece for piece in made if piece is not None] if None not in made else []
 

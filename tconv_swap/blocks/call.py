@@ -22,24 +22,24 @@ from tconv_swap.runtime import host
 Observer = Callable[..., None]
 observers: list[Observer] = []
 #: Called with the layer, the norm or None, the activation or None, and the input of each block that ``evaluated`` may
-#: compute, before anything does; for the verification.
+#: compute, before it is computed; for the verification.
 block_observers: list[Callable[[Swapped, nn.Module | None, nn.Module | None, Tensor], None]] = []
 
 
 class Recorded(NamedTuple):
-    """A call as ``kernels.planned`` takes it; the tensors have no numbers."""
+    """The arguments of ``kernels.planned`` for a call; the tensors have no data."""
 
     tensors: tuple[Tensor | None, ...]
     form: list[int]
 
 
-#: Each gets every call that our kernels might compute, wherever its tensors are; PyTorch's modules compute it then.
+#: Each is called for every call that our kernels might compute, on any device. PyTorch's modules then compute the call.
 recorders: list[list[Recorded]] = []
 
 
 @contextmanager
 def recording() -> Iterator[list[Recorded]]:
-    """Collects the calls of blocks that are made inside, which no kernel of ours computes."""
+    """Collects the calls of blocks that are made inside; our kernels compute none of them."""
     found: list[Recorded] = []
     recorders.append(found)
     try:
@@ -49,7 +49,7 @@ def recording() -> Iterator[list[Recorded]]:
 
 
 def is_on_gpu(x: object) -> bool:
-    """Returns whether ``x`` is a plain tensor on CUDA, or stands for one."""
+    """Returns whether ``x`` is a plain tensor on CUDA, or is recorded in place of one."""
     return type(x) is Tensor and (x.is_cuda or bool(recorders))
 
 
@@ -73,8 +73,8 @@ def computed(
     norm: nn.Module, activation: nn.Module | None, x: Tensor, added: Tensor | None = None
 ) -> Tensor | None:
     """Returns ``activation(norm(x))``, or ``activation(norm(x) + added)``, and updates the running statistics; returns
-    None, without any effect, if the modules have to compute it. ``takes(x)`` has been asked, and the modules are not
-    watched.
+    None, without any effect, if the modules have to compute it. The caller has checked ``takes(x)`` and that nothing
+    watches the modules.
 
     Raises:
         CompileError, RuntimeError: the kernels cannot be compiled, or CUDA fails.
@@ -83,7 +83,7 @@ def computed(
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-    except KeyError:  # they are computed, and kept elsewhere
+    except KeyError:  # a hook computes them, so they are no parameters
         return None
     applied = activation_of(activation)
     if applied is None or not (added is None or is_on_gpu(added)):
@@ -130,11 +130,11 @@ def _without_numbers(tensor: Tensor | None) -> Tensor | None:
 
 
 def goes_by_running_statistics(norm: nn.Module) -> bool:
-    """Returns whether a norm of ``NORMS`` reads nothing of a tensor to normalise it."""
+    """Returns whether a norm of ``NORMS`` normalises by its running statistics."""
     given: Any = norm
     if given.training or norm._buffers.get("running_mean") is None:
         return False
-    # PyTorch's InstanceNorm asks for the flag, its BatchNorm for the buffers.
+    # PyTorch's InstanceNorm checks the flag, its BatchNorm the buffers.
     return bool(given.track_running_stats) or not isinstance(norm, nn.InstanceNorm1d | nn.InstanceNorm2d)
 
 
@@ -142,8 +142,8 @@ def evaluated(
     layer: Swapped, norm: nn.Module | None, activation: nn.Module | None, input: Tensor
 ) -> Tensor | None:
     """Returns ``activation(norm(layer(input)))``, by one program, from the running statistics as they are now; returns
-    None, without any effect, if the modules have to compute it. ``takes(input)`` has been asked, the modules are not
-    watched, and the norm ``goes_by_running_statistics``.
+    None, without any effect, if the modules have to compute it. The caller has checked ``takes(input)``, that nothing
+    watches the modules, and that the norm ``goes_by_running_statistics``.
 
     Raises:
         CompileError, RuntimeError: the kernels cannot be compiled, the tensors do not fit together, or CUDA fails.
@@ -170,7 +170,7 @@ def evaluated(
                 buffers["running_mean"],
                 buffers["running_var"],
             )
-        except KeyError:  # they are computed, and kept elsewhere
+        except KeyError:  # a hook computes them, so they are no parameters
             return None
         if not any(isinstance(norm, cls) and dimensions in taken for cls, (taken, _) in NORMS.items()):
             return None

@@ -1,5 +1,5 @@
-"""Finds the norms of a network that our kernels compute, with or without the activation behind them, and says why
-not the others."""
+"""Finds the norms of a network that our kernels compute, with or without the activation behind them, and gives the
+reason for each of the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockPlan:
         activation: the dotted name of that activation; ``""`` where there is none.
         behind: the dotted name of the transposed convolution that it follows; ``""`` where it follows none.
         swap: whether our kernels compute it after the swap.
-        reason: why not, or, where ``swap``, why without the activation behind it; ``""`` where there is nothing to say.
+        reason: why our kernels do not compute it, or compute it without the activation behind it; ``""`` otherwise.
     """
 
     name: str
@@ -49,7 +49,7 @@ class BlockPlan:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write."""
+        """Returns the fields as plain values that ``json`` can write."""
         return dict(vars(self))
 
     def __str__(self) -> str:
@@ -137,8 +137,8 @@ def find(
 
 
 def _evaluates_blocks(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> bool:
-    """Whether it is a container with a transposed convolution of ours before what only its evaluation is computed with:
-    an activation, or an InstanceNorm with running statistics."""
+    """Returns whether the module is a container with a transposed convolution of ours followed by what only a block in
+    evaluation computes with it: an activation, or an InstanceNorm with running statistics."""
     if not _in_turn(module):
         return False
     children = [child for child in module._modules.values() if child is not None]
@@ -159,7 +159,7 @@ def _evaluates_blocks(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -
 def _can_hand(parent: nn.Module) -> bool:
     try:
         return "forward" not in vars(parent) and handing_class(_original(parent)) is not None
-    except Exception:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+    except Exception:  # the __init_subclass__ or metaclass of a user's class may raise anything
         return False
 
 
@@ -177,7 +177,8 @@ def _original(module: nn.Module) -> Any:  # mypy compares the hash of the instan
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a norm stands: its parent, and its neighbours if that is an ``nn.Sequential``, else the norm itself."""
+    """The place of a norm in a network: its parent, and its neighbours if the parent is an ``nn.Sequential``, else
+    the norm alone."""
 
     parent: nn.Module | None
     before: nn.Module
@@ -251,7 +252,7 @@ def _block(
 
 
 def _why_without(following: nn.Module, name_of: Callable[[nn.Module], str]) -> str:
-    """Why a norm is computed without what follows it, if that is an activation that ours are not."""
+    """Returns why a norm is computed without the module behind it, if that is an activation that our kernels lack."""
     kind = type(following)
     if kind.__module__ != nn.ReLU.__module__ or kind is nn.MultiheadAttention:
         return ""
@@ -291,5 +292,5 @@ def _why_no_container(container: nn.Module, fuse: Fuse) -> str:
         return ""
     try:
         return "" if fused_class(type(container), fuse) else f"{kind} has a forward of its own"
-    except Exception as error:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+    except Exception as error:  # the __init_subclass__ or metaclass of a user's class may raise anything
         return f"{kind} cannot be subclassed ({error})"

@@ -1,4 +1,5 @@
-"""Describes what a block computes: a normalisation and the activation behind it, also as PyTorch's operators."""
+"""The arithmetic of a block, a normalisation and the activation behind it, and its computation by PyTorch's
+operators."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tconv_swap.kernels.norm.shape import FROM_OUTPUT, Activation
 
 NormModule: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm1d | nn.InstanceNorm2d
 
-#: Of the tensor that a module of torch.nn takes, batch and channels included; whether every image is normalised alone.
+#: For each norm of torch.nn: the dimensions of its input, and whether it normalises every image by itself.
 NORMS: dict[type[nn.Module], tuple[tuple[int, ...], bool]] = {
     nn.BatchNorm1d: ((2, 3), False),
     nn.BatchNorm2d: ((4,), False),
@@ -22,18 +23,18 @@ NORMS: dict[type[nn.Module], tuple[tuple[int, ...], bool]] = {
 }
 
 
-#: The module with the activations of ours, whose second base is PyTorch's.
+#: The module that defines our classes of activations, whose second base is PyTorch's class.
 HANDED = "tconv_swap.blocks.handed"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The arithmetic of a block, sizes and tensors apart.
+    """The arithmetic of a block, without sizes and tensors.
 
     Attributes:
-        per_image: every image has statistics of its own.
-        trains: by the batch's statistics, else by the running ones.
-        slope: of a leaky ReLU.
+        per_image: whether every image has statistics of its own.
+        trains: whether it normalises by the batch's statistics, else by the running ones.
+        slope: the slope of a leaky ReLU.
     """
 
     per_image: bool
@@ -44,7 +45,8 @@ class Form:
 
 
 def activation_of(module: nn.Module | None) -> tuple[Activation, float] | None:
-    """What a module computes, and the slope of a leaky ReLU; no module: the identity. None: no activation of ours."""
+    """Returns the activation that a module computes, and the slope of a leaky ReLU. Without a module it is the
+    identity; returns None if our kernels lack the activation."""
     if module is None:
         return Activation.IDENTITY, 0.0
     kind = type(module)
@@ -100,7 +102,7 @@ def by_pytorch(x: Tensor, weight: Tensor | None, bias: Tensor | None, saved: Ten
 
     Args:
         x: ``[batch, channels, ...]``.
-        saved: ``[2, channels]``, means and ``1 / sqrt(variance + eps)``: read where they are not the batch's.
+        saved: ``[2, channels]``, means and ``1 / sqrt(variance + eps)``; only read if the form does not train.
     """
     if not form.trains:
         mean, inverse = (one.view(-1, *[1] * (x.dim() - 2)) for one in saved)

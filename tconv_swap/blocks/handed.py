@@ -1,9 +1,9 @@
 """Computes a norm and an activation as one inside a user's own ``forward``, which is not changed.
 
-While a module runs whose ``forward`` gives a norm's output to one activation and to nothing else (``proof``), the norm
-computes both, and the activation hands on what the norm has just computed for it. Anywhere else both compute their own.
-Where a sum stands between the two, the norm computes nothing yet: what it is added to may not be there. It returns a
-``Postponed``, which the sum completes and the activation computes.
+While a module runs whose ``forward`` passes a norm's output to one activation and to nothing else (``proof``), the norm
+computes both, and the activation returns its input. Everywhere else each module computes its own part. If the output is
+added to another tensor before the activation, the norm computes nothing yet, because that tensor may not exist. It
+returns a ``Postponed``, which the sum completes and the activation computes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tconv_swap.leaf import Leaf
 
 
 class _Running(threading.local):
-    """Of the module that runs in this thread. ``pending``: by ``id``, what was activated or postponed for an activation
-    that has not come yet."""
+    """The state of the module that runs in this thread. ``pending``: by ``id``, what was activated or postponed for an
+    activation that has not been called yet."""
 
     def __init__(self) -> None:
         self.pairs: dict[int, Pair] = {}
@@ -36,7 +36,8 @@ _proofs = Proofs()
 
 
 class Handing(nn.Module):
-    """Comes before the class of a module whose own ``forward`` has blocks in it; pickles it by that class."""
+    """The first base of the class of a module whose own ``forward`` contains blocks; pickles the module by its own
+    class."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -48,7 +49,7 @@ class Handing(nn.Module):
         Raises:
             RuntimeError: a block was computed whose activation ``forward`` then did not call.
         """
-        # A replica of nn.DataParallel is another module at every call.
+        # nn.DataParallel makes new replicas of the module for every call.
         if len(args) != 1 or kwargs or "_is_replica" in vars(self) or not call.takes(args[0]):
             return super().forward(*args, **kwargs)
         before = _running.pairs, _running.pending
@@ -66,8 +67,8 @@ class Handing(nn.Module):
 
 
 def pair_of(norm: nn.Module) -> Pair | None:
-    """Returns what alone gets the output of the norm that is being called; None if that is not known, or if a hook
-    intercepts one of them."""
+    """Returns the only consumer of the output of the norm that is being called; None if it is not known, or if a hook
+    intercepts one of the two."""
     pair = _running.pairs.get(id(norm))
     if pair is None or call.is_watched(norm) or call.is_watched(pair.activation):
         return None
@@ -75,12 +76,12 @@ def pair_of(norm: nn.Module) -> Pair | None:
 
 
 def hand_over(output: Tensor | Postponed, activation: nn.Module) -> None:
-    """Records that ``output`` is activated already when ``activation`` gets it, or postponed till then."""
+    """Records that ``output`` has been activated, or postponed, for ``activation``."""
     _running.pending[id(output)] = output, activation
 
 
 class _Activation(Leaf):
-    """Base of the activations of ours, in front of the one of PyTorch's that each stands for."""
+    """The first base of our classes of activations; the second one is PyTorch's class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the activation of ``input``, or ``input`` itself if the norm before it has applied the
@@ -134,7 +135,7 @@ def handing_class(cls: type[nn.Module]) -> type[nn.Module]:
         Exception: whatever a class raises that cannot be subclassed.
     """
 
-    @functools.wraps(cls.forward)  # whoever exports a network goes by the names of its arguments
+    @functools.wraps(cls.forward)  # exporters read the names of its arguments
     def forward(self: Handing, *args: Any, **kwargs: Any) -> Any:
         return Handing.forward(self, *args, **kwargs)
 
@@ -143,7 +144,7 @@ def handing_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def before_handing(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the inverse of ``handing_class`` and ``ACTIVATION_CLASSES``; None for a class that neither gives."""
+    """Returns the class that ``handing_class`` or ``ACTIVATION_CLASSES`` replaced by ``cls``; None if neither did."""
     for original, ours in ACTIVATION_CLASSES.items():
         if cls is ours:
             return original

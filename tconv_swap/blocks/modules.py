@@ -1,8 +1,8 @@
 """The classes that a swap with ``fuse`` gives to containers and norms.
 
-A swapped ``nn.Sequential`` looks at every call, before it calls a norm, whether that and the activation that follows
-it can be computed as one. So whatever is done to the modules afterwards (a hook, another activation, a part of the
-container taken out, a module called alone) is seen by the next call; the activations keep their classes.
+At every call a swapped ``nn.Sequential`` checks, before it calls a norm, whether the norm and the activation behind
+it can be computed as one. So the next call sees every change to the modules (a hook, another activation, a part of the
+container taken out, a module called alone). The activations keep their classes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tconv_swap.blocks.postponed import Postponed
 from tconv_swap.layer import SWAPPED, Swapped
 from tconv_swap.leaf import Leaf
 
-#: What is fused: blocks behind a transposed convolution of ours; these and every other norm; nothing.
+#: Which norms are fused: those behind a transposed convolution of ours, all of them, or none.
 Fuse: TypeAlias = Literal["blocks", "all"] | None
 CHOICES: tuple[Fuse, ...] = ("blocks", "all", None)
 
 
 class Blocks(nn.Sequential):
-    """``nn.Sequential`` that computes a norm and the activation behind it as one, where both follow a transposed
-    convolution of ours; in evaluation all three, or the two that there are."""
+    """``nn.Sequential`` that computes a norm and the activation behind it as one if they follow a transposed
+    convolution of ours. In evaluation it computes the convolution with them."""
 
     def forward(self, input: Any) -> Any:
         """Calls the modules in turn, as ``nn.Sequential`` does."""
@@ -65,15 +65,15 @@ class AllBlocks(Blocks):
 
 
 def _evaluated(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | None, int]:
-    """The output of a transposed convolution of ours and of the norm and the activation behind it, and how many modules
-    that are; None where the modules have to compute it."""
+    """Returns the output of a transposed convolution of ours with the norm and the activation behind it, and the
+    number of these modules; None if the modules have to compute it."""
     layer = modules[at]
     norm, activation = _behind(modules, at)
     if norm is None and activation is None:
         return None, 0
     for observe in call.block_observers:
         observe(layer, norm, activation, input)
-    # Who observes or records norms sees them called by themselves.
+    # Observers and recorders of norms see each norm called by itself.
     if (
         call.observers
         or call.recorders
@@ -85,7 +85,7 @@ def _evaluated(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | Non
 
 
 def _behind(modules: list[Any], at: int) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norm and the activation that evaluation may compute with the layer in this place."""
+    """Returns the norm and the activation that evaluation may compute with the layer at this index."""
     end, norm = at + 1, None
     if end < len(modules) and type(modules[end]) in FUSED_NORMS:
         norm = modules[end]
@@ -110,8 +110,8 @@ def evaluated_together(
 
 
 def _block(norm: nn.Module, following: nn.Module | None, input: Tensor) -> tuple[Tensor | None, int]:
-    """The output of a norm and of the activation behind it, if one follows, and how many modules that are; None where
-    the modules have to compute it."""
+    """Returns the output of a norm and of the activation behind it, if there is one, and the number of these modules;
+    None if the modules have to compute it."""
     if call.is_watched(norm):
         return None, 0
     fits = following is not None and activation_of(following) is not None and not call.is_watched(following)
@@ -119,10 +119,10 @@ def _block(norm: nn.Module, following: nn.Module | None, input: Tensor) -> tuple
 
 
 class _Norm(Leaf):
-    """Base of the norms of ours, in front of the one of PyTorch's that each stands for."""
+    """The first base of our classes of norms; the second one is PyTorch's class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes the normalisation by our kernels where they take the call.
+        """Computes the normalisation by our kernels where they support the call.
 
         Args:
             input: as PyTorch's module.
@@ -203,7 +203,7 @@ LEFT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.InstanceNorm1d: LeftInstanceNorm1d,
     nn.InstanceNorm2d: LeftInstanceNorm2d,
 }
-#: Every class that a swap gives, except those made from a user's class.
+#: Every class that a swap uses, except those made from a user's class.
 CLASSES = (
     Blocks,
     AllBlocks,
@@ -225,7 +225,8 @@ class _PickledByFirstBase:
 
 
 def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
-    """The class that takes the place of ``cls``, of a container or, with ``"all"``, of a norm. None: none does."""
+    """Returns the class that replaces ``cls``, a class of containers or, with ``"all"``, of norms; None if there is
+    none."""
     if fuse is None:
         return None
     ours = AllBlocks if fuse == "all" else Blocks
@@ -243,7 +244,7 @@ def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the inverse of ``fused_class``; None for a class that it does not give."""
+    """Returns the class that ``fused_class`` replaces by this one; None if there is none."""
     if cls in (Blocks, AllBlocks):
         return nn.Sequential
     for plain in NORM_CLASSES:

@@ -1,4 +1,4 @@
-"""The output of a norm that waits for what is added to it."""
+"""The output of a norm that is computed later, together with a tensor that is added to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tconv_swap.blocks.form import activate, activation_of
 
 
 class Postponed:
-    """Stands for ``norm(input)`` until something is added to it and ``computed`` is called: by ``proof``, nothing else
-    is done with it, nobody changes ``input``, and the norm is called once."""
+    """Replaces ``norm(input)`` until a tensor is added to it and ``computed`` is called. ``proof`` ensures that
+    nothing else uses it, that ``input`` does not change, and that the norm is called once."""
 
     def __init__(
         self, norm: nn.Module, activation: nn.Module, input: Tensor, alone: Callable[[Tensor], Tensor]
     ) -> None:
-        """``alone``: computes the norm by itself."""
+        """``alone`` computes the norm by itself."""
         self._norm, self._activation, self._input, self._alone = norm, activation, input, alone
         self._created = torch.is_grad_enabled()
         self._added: Any = None
@@ -36,7 +36,7 @@ class Postponed:
         return self + other
 
     def computed(self) -> Tensor:
-        """The activation of the sum.
+        """Returns the activation of the sum.
 
         Raises:
             Exception: whatever the modules or the sum raise.
@@ -48,11 +48,11 @@ class Postponed:
                 return output
         with torch.set_grad_enabled(self._created):
             normed = self._alone(self._input)
-        # As ``forward`` has it: a sum in place keeps the dtype.
+        # As in the user's ``forward``: a sum in place keeps the dtype.
         if self._writes:
             normed += added
         else:
             normed = normed + added
         applied = activation_of(activation)
-        assert applied is not None  # else it had not been postponed
+        assert applied is not None  # otherwise it would not have been postponed
         return activate(normed, *applied)

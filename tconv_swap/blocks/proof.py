@@ -1,8 +1,9 @@
 """Proves from a module's own ``forward`` which norms are followed by an activation, or by a sum and an activation, and
 by nothing else.
 
-``torch.fx`` records what ``forward`` calls. That holds for other calls too where ``forward`` is plain: one argument, no
-state but what the module itself holds, nothing kept. Its byte code says so; ``Proofs`` sees when that state changes.
+``torch.fx`` records what ``forward`` calls. The record holds for other calls too if ``forward`` is plain: it has one
+argument, uses no state but the module's own, and keeps nothing. Its byte code shows this; ``Proofs`` notices when
+that state changes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tconv_swap.blocks.form import NORMS, activation_of
 
 
 class Pair(NamedTuple):
-    """``source``: the module that computes the norm's input, or None. ``sums``: the activation gets the sum of the
-    norm's output and something else."""
+    """``source``: the module that computes the norm's input, or None. ``sums``: whether the norm's output is added to
+    something else before the activation."""
 
     source: nn.Module | None
     norm: nn.Module
@@ -30,11 +31,11 @@ class Pair(NamedTuple):
     sums: bool = False
 
 
-#: What they return is new, so that nothing but who is given it can change it.
+#: Modules that return a new tensor, which only its consumers can change.
 _FRESH = (nn.modules.conv._ConvNd, nn.Linear)
 
 
-#: The attribute in which a class that a swap has made keeps the user's ``forward``.
+#: The attribute in which a class made by a swap keeps the user's ``forward``.
 OWN_FORWARD = "_tconv_own_forward"
 
 
@@ -44,14 +45,14 @@ class _Tracer(fx.Tracer):
 
 
 def pairs_of(parent: nn.Module) -> tuple[Pair, ...]:
-    """The norms that ``parent.forward`` calls once, and whose outputs nothing but one activation is given; none where
-    ``forward`` is not plain or does not trace, as the module is now."""
+    """Returns the norms that ``parent.forward`` calls once and whose outputs only one activation consumes; none if
+    ``forward`` is not plain, or cannot be traced with the present state of the module."""
     if not _is_plain(parent):
         return ()
     modules = dict(parent.named_modules(remove_duplicate=False))
     try:
         tracer = _Tracer()
-        # What a swap has put before it is not what is proven.
+        # The proof is about the user's forward, not about the class that a swap put before it.
         tracer.traced_func_name = OWN_FORWARD if hasattr(type(parent), OWN_FORWARD) else "forward"
         nodes = list(tracer.trace(parent).nodes)
     except Exception:  # a foreign forward may raise anything for a value that is not a tensor
@@ -61,7 +62,7 @@ def pairs_of(parent: nn.Module) -> tuple[Pair, ...]:
     taken: set[fx.Node] = set()
     for node in nodes:
         norm = modules[str(node.target)] if node.op == "call_module" else None
-        # One that stands elsewhere too may be called there while the parent runs.
+        # A module that has another parent too may be called there while this parent runs.
         alone = called.count(norm) == 1 == list(modules.values()).count(norm) if norm is not None else False
         if norm is None or not isinstance(norm, tuple(NORMS)) or not alone:
             continue
@@ -87,14 +88,14 @@ def pairs_of(parent: nn.Module) -> tuple[Pair, ...]:
 
 
 def _is_in_a_sum(parent: nn.Module, node: fx.Node) -> bool:
-    """Whether one sum alone reads it, of it and something else that a node computes, and is not written to that."""
+    """Returns whether its only consumer is a sum with the output of another node, and the sum is not in place there."""
     users = list(node.users)
     if len(users) != 1 or users[0].target not in (operator.add, operator.iadd) or users[0].kwargs:
         return False
     first, second = users[0].args
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
         return False
-    # A trace has ``a + b`` for ``a += b``.
+    # A trace records ``a += b`` as ``a + b``.
     return first is node or not _has_sum_in_place(parent)
 
 
@@ -106,7 +107,7 @@ def _has_sum_in_place(parent: nn.Module) -> bool:
     )
 
 
-#: What would keep something, or ask for something that is not the module's.
+#: Instructions that would keep something, or read something that is not the module's.
 _FORBIDDEN = (
     "STORE_ATTR",
     "STORE_GLOBAL",
@@ -169,7 +170,7 @@ class Proofs:
         self._found = weakref.WeakKeyDictionary()
 
     def pairs(self, parent: nn.Module) -> dict[int, Pair]:
-        """Returns, by the ``id`` of a norm, what alone gets its output."""
+        """Returns the only consumer of the output of each norm, by the ``id`` of the norm."""
         held = (*vars(parent).values(), *parent._modules.values())
         key = tuple(map(id, held))
         known = self._found.get(parent)

@@ -1,8 +1,8 @@
-"""On a GPU for which nothing was measured: the first call of a layer's stage times our best candidates and PyTorch's
-operator, and the winner is kept on disk.
+"""On a GPU for which nothing was measured, the first call of a stage of a layer times our best candidates and PyTorch's
+operator, and keeps the winner on disk.
 
 Rules and costs hold for the compute capabilities in ``MEASURED``. A winner is kept for a layer, a stage and a class of
-sizes, whose maps have about as many pixels: a stream of changing sizes times a few of them.
+sizes with about the same number of pixels, so that a stream of changing sizes times only a few of them.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ENVIRONMENT_VARIABLE = "TCONV_SWAP_TIME_FIRST_USE"
 
 #: Compute capabilities for which rules and costs were measured.
 MEASURED = frozenset({90})
-#: Plans of ours that are timed beside PyTorch's operator, and for how long all of them together.
+#: How many plans of ours are timed beside PyTorch's operator, and for how many seconds together.
 CANDIDATES = 3
 BUDGET_S = 0.05
-#: Classes of sizes that are timed for one layer and stage. Further ones take the winner of the nearest.
+#: How many classes of sizes are timed for one layer and stage. Further classes use the winner of the nearest one.
 MAX_CLASSES = 6
-#: Classes are looked up to here: maps of 4**19 pixels.
+#: The largest class: maps of 4**19 pixels.
 _LAST_CLASS = 20
-#: Timing needs the tensors of a call and a second result; so much of the free memory may go into that.
+#: Timing needs the tensors of a call and a second result; they may take this fraction of the free memory.
 _SHARE_OF_MEMORY = 0.25
 
-#: What to do: time what is not known; use what is known.
+#: "time" times what is not known; "known" only uses what is known.
 Way = Literal["time", "known"]
 
 
 class Timed(NamedTuple):
-    """What was measured for one problem, in microseconds; None: it did not run.
+    """The times of one problem in microseconds; None for what did not run.
 
     Attributes:
         native: whether PyTorch's operator was the fastest.
@@ -66,11 +66,11 @@ class Timed(NamedTuple):
 #: Measures a problem: its mask, whether it has a bias, the GPU, how many candidates, seconds. None: nothing ran.
 Measure = Callable[[Problem, Mask, bool, int, int, float], Timed | None]
 
-#: At most one: ``tuning``, which stands above the kernels, hands its way of measuring down.
+#: At most one. ``tuning``, which is above the kernels, sets it.
 measures: list[Measure] = []
 
 _lock = threading.RLock()
-#: By GPU: winners that could not be written, and the keys of what could not be timed.
+#: For each GPU: winners that could not be written, and the keys of stages that could not be timed.
 _unwritten: dict[int, dict[str, Winner]] = {}
 _untimed: set[tuple[int, str]] = set()
 
@@ -86,7 +86,7 @@ def is_on() -> bool:
 
 
 def describe(device: Device) -> str:
-    """Returns in a clause how ``backend="auto"`` chooses on a GPU of which nothing is tuned."""
+    """Returns a clause that says how ``backend="auto"`` chooses on a GPU for which nothing is tuned."""
     if is_measured(device):
         return "'auto' goes by rules measured on an H200"
     if is_on():
@@ -98,8 +98,8 @@ def winners(problem: Problem, mask: Mask, has_bias: bool, index: int, device: De
     """Returns the winners by which a stage of a problem is chosen: what ``tune`` found and, on a GPU for which nothing
     was measured, what a first use found.
 
-    It times now, where ``way`` says so, what was not timed before; not while a CUDA graph is captured, under a tracer,
-    or where the user asked PyTorch for deterministic algorithms. Whatever fails leaves the choice to the rules.
+    If ``way`` is "time", it times what was not timed before, but not while a CUDA graph is captured, under a tracer,
+    or if PyTorch is set to deterministic algorithms. If timing fails, the rules choose.
     """
     known = tuned.winners(index)
     if is_measured(device):
@@ -147,7 +147,8 @@ class _Stage(NamedTuple):
         return of_class[min(of_class, key=lambda number: abs(number - own))]
 
     def of_this_size(self, winner: Winner) -> Winner | None:
-        """Returns the winner of a class as that of this size. None: the plan that won is not among its candidates."""
+        """Returns the winner of a class for this size; None if the plan that won is not among the candidates of the
+        size."""
         if winner.native:
             return replace(winner, kernel="")
         candidates = self._candidates()
@@ -156,12 +157,12 @@ class _Stage(NamedTuple):
         return replace(winner, kernel=alike[0].digest) if alike else None
 
     def timed(self) -> Winner | None:
-        """Times the stage and keeps the winner of its class; None where that cannot be done now."""
+        """Times the stage and keeps the winner of its class; returns None if it cannot be timed now."""
         key = self._key(_class_of(self.problem.geometry))
         if (self.gpu, key) in _untimed or not measures or not is_on() or _wants_determinism():
             return None
         if _is_capturing(self.gpu):
-            # What is answered now is asked again: the next call may come outside of the capture.
+            # Call plans made now are dropped: the next call may be outside of the capture.
             launch.forget_plans()
             return None
         with _lock:
@@ -172,7 +173,7 @@ class _Stage(NamedTuple):
                 _untimed.add((self.gpu, key))
                 return None
             try:
-                # Another process may have been first: what is on disk stays.
+                # Another process may have been first: its winner stays on disk.
                 tuned.keep(self.gpu, {key: winner}, replacing=False)
             except OSError as error:
                 logger.warning("what was timed at first use is not kept (%s)", error.strerror or error)
@@ -226,7 +227,7 @@ def _class_of(geometry: Geometry) -> int:
 
 
 def _bytes_of(problem: Problem) -> int:
-    """Of all tensors of a call, a second result, and a copy of each in another layout."""
+    """Returns the bytes of all tensors of a call, of a second result, and of a copy of each in another layout."""
     geometry = problem.geometry
     shapes = (geometry.input_shape, geometry.weight_shape, geometry.output_shape)
     return 3 * problem.dtype.itemsize * sum(map(math.prod, shapes))

@@ -1,4 +1,4 @@
-"""A weight that its owner promises not to change: it is packed once for each kind of call, not on every call."""
+"""A weight that its owner promises not to change. It is packed once for each kind of call instead of at every call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class PackedWeight:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self._state = weight._version, weight.data_ptr(), weight.stride()
-        #: By kind of call: the handle of a plan that takes the packed weight, and that weight; None if nothing is
-        #: packed.
+        #: For each kind of call: the handle of a plan that reads the packed weight, and that weight; None if the plan
+        #: packs nothing.
         self._plans: dict[tuple[Any, ...], tuple[int, Tensor] | None] = {}
-        #: Input shapes for which packing does not pay.
+        #: Input shapes whose plans do not pack the weight.
         self.unpacked_shapes: set[torch.Size] = set()
 
     def is_unchanged(self) -> bool:
@@ -35,7 +35,7 @@ class PackedWeight:
     def forward(
         self, input: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
     ) -> Tensor | None:
-        """Returns the output for a plain CUDA tensor; None if this call has to be computed in the ordinary way.
+        """Returns the output for a plain CUDA tensor; None if the call has to be computed as any other call.
 
         While a CUDA graph is captured it returns None: the graph may be replayed after the weight has changed.
         """
@@ -89,9 +89,9 @@ class PackedWeight:
         if parts is None or not is_read_as_it_lies:
             return None
         architecture = call.device_facts(input.get_device()).architecture
-        packing, going_on = parts
+        packing, rest = parts
         to_pack = launch.add_plan(packing, input.dtype, input.device, architecture)
         (packed,) = torch.ops.tconv_swap.launch.default(to_pack, [input, weight, bias])
         launch.drop_plan(to_pack)
         torch.cuda.current_stream(input.device).synchronize()
-        return launch.add_plan(going_on, input.dtype, input.device, architecture), packed
+        return launch.add_plan(rest, input.dtype, input.device, architecture), packed

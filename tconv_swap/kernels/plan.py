@@ -50,10 +50,11 @@ def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
 
-    What is tiny takes one launch. Maps of one pixel are a plain product. Of the rest the narrow kernels take what
-    memory bounds or what has few channels in a group, on tensor cores where these can be filled (with few output
-    channels as a product that is then folded); strips large images of stride 1 in NCHW; the halo-tile kernels what
-    has channels enough to fill a tile of the tensor cores; the general kernels what remains, and all of float64.
+    Tiny problems take one launch. Maps of one pixel are a plain matrix product (gemm). Of the rest, col2im computes
+    layers
+    with few output channels, narrow_mma and narrow_ffma what memory bounds or what has few channels in a group, stride1
+    large images of stride 1 in NCHW, implicit_gemm what has enough channels to fill a tile of the tensor cores, and the
+    general kernels what remains, and all of float64.
     """
     made = _forward_of_larger_families(problem, has_bias, device)
     tiny = tiny_family.plan_forward(problem) if tiny_family.replaces(made) else None
@@ -125,14 +126,14 @@ def backward_candidates(
 
 
 def _in_turn(*families: list[_T]) -> list[_T]:
-    """Yields the best of each, then the second best of each, and so on."""
+    """Returns the best of each family, then the second best of each, and so on."""
     return [one for best in zip_longest(*families) for one in best if one is not None]
 
 
 @lru_cache(maxsize=256)
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Returns the plan of a backward pass. Its inputs are grad_output, input and weight; its outputs are the
-    gradients that the mask asks for (input, weight, bias)."""
+    gradients in the mask (input, weight, bias)."""
     made = _of_larger_families(problem, output_mask, device)
     tiny = tiny_family.plan_backward(problem, output_mask) if tiny_family.replaces(made) else None
     return tiny or made

@@ -1,4 +1,4 @@
-"""Ours or PyTorch's: the choice as data, the backend that goes with a layer, steps put together again. No GPU."""
+"""Our kernels or PyTorch's: the choice as data, the backend of a layer, and steps that are combined. No GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def problem(geometry: Geometry = DCGAN, dtype: torch.dtype = torch.float32) -> p
 
 @pytest.fixture
 def fast_grad_input(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family that claims the gradient of the input alone; the general kernels have the rest."""
+    """Makes a family claim only the gradient of the input; the general kernels compute the rest."""
 
     def part(of: str) -> Callable[..., Part]:
         return lambda problem, device: Part(of, f"{of} kernels", ())
@@ -46,7 +46,7 @@ def fast_grad_input(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def general_alone(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No family but the general kernels claims a gradient."""
+    """Makes only the general kernels claim gradients."""
     monkeypatch.setattr(plan, "_grad_input", lambda p, d: general.plan_grad_input(p))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
@@ -80,7 +80,8 @@ UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
 KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
 #: Its layout is not converted, since it has 64 channels.
 SMALL_FLAT = Geometry(8, 512, 32, 32, 64, (2, 2), (2, 2))
-#: Not in fours, so the weight tile computes the gradient of the weight in TF32 and channels_last.
+#: Its channels are no multiple of 4, so the implicit GEMM computes the gradient of the weight in TF32 and
+#: channels_last.
 ODD = Geometry(64, 130, 64, 64, 66, (2, 2), (2, 2))
 MANY_ODD = Geometry(64, 258, 64, 64, 66, (2, 2), (2, 2))
 DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
@@ -221,7 +222,7 @@ def saved_and_loaded(layer: nn.Module) -> nn.Module:
 
 
 class Subclass(nn.ConvTranspose2d):
-    """In this module, for the unpickler to find."""
+    """A class of this module, which the unpickler can find."""
 
 
 @pytest.mark.parametrize("cls", [nn.ConvTranspose2d, Subclass])
@@ -281,7 +282,7 @@ def test_native_is_pytorchs_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_of_both_kinds_on_the_gpu(
     dtype: torch.dtype, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient of the input from ours and the others from PyTorch's, and the other way round."""
+    """Our kernels compute the gradient of the input and PyTorch the others, and the other way round."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(2, 16, 5, 6, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
     w = torch.randn(16, 8, 3, 3, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()

@@ -1,5 +1,5 @@
-"""A call of an eager layer or a compiled graph: Python is asked once for each kind of call, and no kind is taken for
-another. On a pretended GPU."""
+"""A call of an eager layer or a compiled graph: Python plans each kind of call once, and kinds are not confused. On a
+pretended GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """The same numbers, one element past an aligned address."""
+    """Returns a copy that begins one element past an aligned address."""
     return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
 
 
@@ -71,7 +71,7 @@ def check_gradients(
 
 
 def train(gpu: GPU, leaves: list[Tensor], backend: str = "kernel") -> None:
-    """Forward and backward; nothing is checked."""
+    """Runs a forward and a backward pass without checking them."""
     gpu.differentiable(*leaves, backend).sum().backward()  # type: ignore[arg-type, misc]
 
 
@@ -115,7 +115,7 @@ def test_every_mask_of_gradients(gpu: GPU) -> None:
 
 
 def test_a_gradient_of_a_sum(gpu: GPU) -> None:
-    """It is one number, expanded, which a kernel cannot read as it lies."""
+    """The gradient is one expanded number, which a kernel cannot read as it lies in memory."""
     x, w, _ = operands()
     for grad in (torch.ones(()).expand(2, 8, 10, 12), grad_output().to(memory_format=CHANNELS_LAST)):
         gpu.planned.clear()
@@ -125,7 +125,7 @@ def test_a_gradient_of_a_sum(gpu: GPU) -> None:
 
 
 def test_gradients_in_several_steps_and_formats(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's operator computes one of them, and lays it out as it likes."""
+    """PyTorch's operator computes one of them, in a format of its own choice."""
     monkeypatch.setattr(measured, "why_grad_weight_is_native", lambda *_, **__: "for this test")
     x, w, _ = operands()
     for form, weights in product((NCHW, CHANNELS_LAST), repeat=2):
@@ -164,7 +164,8 @@ def test_gradients_of_two_steps_come_back_in_order(
 
 
 def test_pytorchs_operator_is_called_from_there_too(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it gives out lies as it likes where formats are mixed, and then as a graph was promised."""
+    """Where formats are mixed, PyTorch's operator chooses the format of its result; a compiled graph gets the
+    promised one."""
     for stage in ("forward", "grad_weight"):
         monkeypatch.setattr(measured, f"why_{stage}_is_native", lambda *_, **__: "for this test")
     x, w, b = operands()
@@ -231,7 +232,7 @@ def test_each_number_of_the_geometry_tells_calls_apart(gpu: GPU) -> None:
 
 
 def test_layouts_dtypes_and_sizes_live_side_by_side(gpu: GPU) -> None:
-    """A training step of each in turn: after the first round Python is asked no more."""
+    """Training steps of all kinds in turn: after the first round Python plans nothing."""
     steps = [
         [one.requires_grad_() for one in operands(form, dtype, batch)]
         for form, dtype, batch in product((NCHW, CHANNELS_LAST), (torch.float32, torch.float16), (2, 3))
@@ -315,7 +316,7 @@ def test_forgotten_calls_are_chosen_anew(gpu: GPU) -> None:
 def test_what_is_forgotten_during_a_call_is_not_answered_by_it(
     gpu: GPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread: what ``tune`` has found must not wait for the next time that everything is forgotten."""
+    """A call that another thread planned before ``tune`` emptied the cache must not be kept."""
     x, w, b = operands()
     plan_call = call.plan_call
     monkeypatch.setattr(call, "plan_call", lambda *given: (plan_call(*given), call.forget())[0])
@@ -326,7 +327,7 @@ def test_what_is_forgotten_during_a_call_is_not_answered_by_it(
 
 
 def test_ever_new_sizes_leave_a_bounded_number_behind(gpu: GPU) -> None:
-    """Those that are used meanwhile stay; the oldest go."""
+    """Call plans that are used stay in the cache; the oldest ones are dropped."""
     w, often = torch.randn(1, 1, 1, 1), torch.randn(1, 1, 5000, 1)
     op = torch.ops.tconv_swap.conv_transpose2d_output.default
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -338,7 +339,7 @@ def test_ever_new_sizes_leave_a_bounded_number_behind(gpu: GPU) -> None:
 
 
 def test_threads_share_what_is_known(gpu: GPU) -> None:
-    """Each asks at most once for each of its calls; results are right while others insert and forget."""
+    """Each thread plans each of its calls at most once; results are right while others insert and forget."""
     wrong: list[BaseException] = []
 
     def work(batch: int) -> None:

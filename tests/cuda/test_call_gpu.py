@@ -1,4 +1,4 @@
-"""Calls made again, on a GPU: an answer serves tensors and switches like those it was made for, and no others."""
+"""Repeated calls on a GPU: a call plan is used for tensors and switches like those it was made for, and no others."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def randn(*shape: int) -> Tensor:
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """The same numbers, 4 bytes past an aligned address."""
+    """Returns a copy that begins 4 bytes past an aligned address."""
     return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same numbers, every other one of its memory."""
+    """Returns a copy that uses every other element of its memory."""
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 
@@ -47,7 +47,7 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def negated(tensor: Tensor) -> Tensor:
-    """The same numbers, in memory the negative ones, as views of complex tensors may lie."""
+    """Returns an equal tensor whose memory holds the negative numbers, as views of complex tensors may."""
     return torch._neg_view(-tensor)
 
 
@@ -55,7 +55,7 @@ LAYOUTS = [torch.Tensor.contiguous, misaligned, strided, channels_last, negated]
 
 
 def check(x: Tensor, w: Tensor, b: Tensor | None, backend: str, gradients: bool) -> None:
-    """Against PyTorch's operator, gradients of a sum (an expanded number) and of noise."""
+    """Compares with PyTorch's operator: the gradients of a sum (an expanded number) and of noise."""
     leaves = [t.detach().requires_grad_(gradients) for t in (x, w, b) if t is not None]
     bias = leaves[2] if b is not None else None
     y = conv_transpose2d(leaves[0], leaves[1], bias, 2, 1, backend=backend)
@@ -150,7 +150,7 @@ def leaves() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def made_again(x: Tensor, w: Tensor, b: Tensor | None, backend: str) -> Tensor:
-    """The output of a call that was made and differentiated before."""
+    """Returns the output of a call after the same call was made and differentiated."""
     for _ in range(3):
         y = conv_transpose2d(x, w, b, 2, 1, backend=backend)
         y.sum().backward(retain_graph=True)
@@ -300,7 +300,7 @@ def test_both_layouts_go_without_python_whichever_ran_before(monkeypatch: pytest
 def test_a_compiled_graph_goes_without_python(
     form: torch.memory_format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled, trained and served; and on another stream, where the weights have changed meanwhile."""
+    """Compiles, trains and serves a network; then calls it on another stream after its weights changed."""
     torch.compiler.reset()
     layer = tconv_swap.ConvTranspose2d(16, 8, 4, 2, 1).to("cuda", dtype, memory_format=form)
     layer.tconv_backend = "kernel"

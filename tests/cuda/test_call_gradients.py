@@ -1,4 +1,4 @@
-"""Derivatives of a call, and an autocast around it, as csrc/call.cpp makes them. On a pretended GPU."""
+"""Derivatives and autocasts of calls, computed by csrc/call.cpp on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
         yield pretended
 
 
-# Who asks for derivatives
+# Derivatives of every kind
 
 
 @pytest.mark.parametrize("needs", [one for one in product([False, True], repeat=3) if any(one)], ids=str)
@@ -118,7 +118,8 @@ def test_gradients_of_gradients_inside_the_gradients_op(gpu: GPU) -> None:
 
 
 def test_sizes_and_arguments_reach_the_whole_op(gpu: GPU) -> None:
-    """In forward mode the call goes on by the op that tracers see; each number is another."""
+    """In forward mode the call goes through the op that tracers see. All its numbers differ, so that none can be
+    mixed up."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
     x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 2)
     arguments: tuple[Any, ...] = ((3, 4), (2, 1), (1, 2), 2, (2, 5))
@@ -163,7 +164,7 @@ def test_an_autocast_sees_a_weight_that_changes_inside_of_it(gpu: GPU) -> None:
 
 
 def test_gradients_through_an_autocast_lead_to_what_was_cast(gpu: GPU) -> None:
-    """Of a call whose weight and bias are cast below autograd: dtypes, numbers, and a second derivative."""
+    """Weight and bias are cast below autograd: dtypes, numbers, and a second derivative."""
 
     def derivatives(call: Any) -> list[torch.Tensor]:
         x, w, b = leaves = [one.requires_grad_() for one in operands()]
@@ -186,7 +187,7 @@ def test_gradients_through_an_autocast_lead_to_what_was_cast(gpu: GPU) -> None:
 
 @pytest.mark.parametrize("form", [NCHW, CHANNELS_LAST])
 def test_an_autocast_casts_by_one_launch(gpu: GPU, form: torch.memory_format) -> None:
-    """Forward what needs it of input, weight and bias; backward the gradients of weight and bias."""
+    """A forward pass casts input, weight and bias where needed, a backward pass the gradients of weight and bias."""
     x, w, b = operands(form)
     leaves = w.requires_grad_(), b.requires_grad_()
     for given, casts in ((x, 2), (x.half(), 4)):

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU while a process runs: the call says so, and the next one is right."""
+"""Faults on a GPU while a process runs: the call raises or warns, and the next one is right."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of the input and of the parameters; the output is the first."""
+    """Returns the output, and the gradients of the input and of the parameters."""
     y = model(x)
     return [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *model.parameters()])]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first call", "made again"])
 def test_out_of_memory_in_the_middle_of_a_backward_pass(known: bool) -> None:
-    """The last layer has its gradients when nothing more can be had: that of the first one's input is 32 MiB."""
+    """Memory runs out after the gradients of the last layer: the gradient of the first layer's input takes 32 MiB."""
     layers = (nn.ConvTranspose2d(16, 32, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(32, 8, 4, 2, 1))
     model = swap_layers(nn.Sequential(*layers).cuda(), backend="kernel")
     x = torch.randn(8, 16, 256, 256, device="cuda", requires_grad=True)
@@ -74,7 +74,7 @@ def test_out_of_memory_in_the_middle_of_a_backward_pass(known: bool) -> None:
 
 
 def python(code: str, **environment: str) -> str:
-    """What it printed and said."""
+    """Returns what the process printed and logged."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -101,7 +101,8 @@ NETWORKS = (
 
 
 def test_a_fork_after_cuda_is_in_use() -> None:
-    """CUDA does not come along: a call there raises, and does not crash or hang; the CPU computes in both."""
+    """A forked process cannot use CUDA: a call there raises, and does not crash or hang; both processes compute on
+    the CPU."""
     code = NETWORKS + (
         "theirs, ours = pair('cuda')\n"
         "cpu = pair('cpu')\n"
@@ -136,7 +137,7 @@ def test_a_fork_after_cuda_is_in_use() -> None:
 
 
 def test_without_a_compiler_pytorchs_operator_computes(tmp_path: Path) -> None:
-    """And it is said, once."""
+    """PyTorch's operator computes the calls, and one warning says why."""
     code = NETWORKS + "one = pair('cuda', 'auto'); same(*one); same(*one)\n"
     said = python(code, TCONV_SWAP_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert said.count("layers on CUDA are computed by PyTorch's operator") == 1

@@ -1,4 +1,4 @@
-"""On a GPU for which nothing was measured: what is timed at first use, how often, and what is made of it."""
+"""On a GPU for which nothing was measured: what is timed at first use, how often, and how the result is used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def problem(height: int = 16, width: int = 16, batch: int = 8, **changes: Any) -
 
 
 class Clock:
-    """Times nothing: the plan of number ``fastest`` among the candidates wins, None stands for PyTorch's operator."""
+    """Times nothing: the candidate with the number ``fastest`` wins; None stands for PyTorch's operator."""
 
     def __init__(self) -> None:
         self.fastest: int | None = None
@@ -127,7 +127,7 @@ def test_gradients_are_timed_apart_and_joined_where_ours_win(clock: Clock) -> No
     (ours,) = backward(other)
     assert ours.plan == plan.plan_backward(other, GRADIENTS, A100)
     assert "timed at first use, 8x128x64x64: 12.0 us" in ours.why
-    # The sum that a bias's gradient is has one way.
+    # There is one way to compute the gradient of a bias, which is a sum.
     before = len(clock.measured)
     first_use.winners(posed, (False, False, True), False, 0, A100, "time")
     assert len(clock.measured) == before
@@ -189,7 +189,7 @@ def test_classes_are_bounded(clock: Clock) -> None:
     for batch in (4**n for n in range(9)):
         assert "timed at first use" in forward(problem(4, 4, batch=batch)).why
     assert len(clock.measured) == first_use.MAX_CLASSES
-    # The nearest, which is the largest that was timed.
+    # The nearest class is the largest one that was timed.
     assert f"{4 ** (first_use.MAX_CLASSES - 1)}x128x4x4:" in forward(problem(4, 4, batch=4**8)).why
 
 
@@ -204,7 +204,7 @@ def test_another_dtype_or_layout_is_another_layer(changed: dict[str, Any], clock
     assert len(clock.measured) == 2
 
 
-# When it is not done
+# When nothing is timed
 
 
 def test_the_environment_turns_it_off(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_float64_and_nothing_at_all_are_not_timed(clock: Clock) -> None:
     assert not clock.measured
 
 
-# Several at once
+# Several threads and processes
 
 
 def test_threads_that_ask_at_once_time_once(clock: Clock) -> None:
@@ -373,7 +373,7 @@ def test_rules_and_auto_choose_alike_where_nothing_was_timed() -> None:
     assert layer(torch.randn(1, 4, 3, 3)).shape == (1, 4, 4, 4)
 
 
-# What is said of it
+# Messages
 
 
 def test_the_doctor_says_how_a_gpu_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Timing at first use on a GPU, whichever it is: it is taken for one of which nothing was measured."""
+"""Timing at first use on any GPU, which is treated as one for which nothing was measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARGUMENTS = dict(stride=2, padding=1)
 
 
 class Counted:
-    """What was timed: stages, and how often."""
+    """Records which stages are timed, and how often."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.masks: list[Any] = []
@@ -61,7 +61,7 @@ def tensors(dtype: torch.dtype, size: int = 9) -> list[torch.Tensor]:
 
 
 def check(dtype: torch.dtype, tolerance: float, size: int = 9) -> None:
-    """The output and all gradients, by "auto", against float64."""
+    """Compares the output and all gradients by "auto" with float64."""
     x, w, b = (one.requires_grad_() for one in tensors(dtype, size))
     truths = [one.detach().double().requires_grad_() for one in (x, w, b)]
     y = tconv_swap.conv_transpose2d(x, w, b, **ARGUMENTS)

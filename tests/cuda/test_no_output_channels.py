@@ -19,7 +19,7 @@ GIVEN = ((2, 4, 5, 6), (4, 0, 3, 3), None, (2, 2), (1, 1), (0, 0), 1, (1, 1))
 
 
 def _both(device: str, backend: str, **how: Any) -> list[Any]:
-    """What PyTorch's operator gives and ours, output and gradients, or the class of what is raised."""
+    """Returns output and gradients of PyTorch's operator and of ours, or the class of the exception."""
 
     def run(operator: Callable[..., Tensor]) -> Any:
         tensors = [torch.ones(GIVEN[0]), torch.ones(GIVEN[1]), torch.ones(0)]

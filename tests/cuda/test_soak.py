@@ -2,7 +2,7 @@
 
     pytest tests/cuda/test_soak.py --soak-calls 100000 -rP
 
-says what it found; without the option, so many calls are made as take some seconds.
+prints what it found; without the option it makes as many calls as take some seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tconv_swap.cuda import call
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.runtime import jit
 
-#: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
+#: Growth during the last three fifths of the calls: a leak of a kilobyte for each of 100,000 calls is 60 MB.
 MAX_GROWTH = 64 << 20
 
 PRETENDED = [Layer(16, 8, 4, 2, 1), Layer(24, 5, 4, 2, 1), Layer(64, 32, 4, 2, 1)]
@@ -66,7 +66,7 @@ def check(figures: Figures, calls: int) -> None:
 
 
 def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU and on a pretended GPU, beside one another."""
+    """Calls on the CPU and on a pretended GPU in parallel."""
     with MODES["fp32"].switched_on(), pretended_gpu(monkeypatch) as gpu:
 
         def on_the_gpu(kind: Kind, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

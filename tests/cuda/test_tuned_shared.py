@@ -1,4 +1,4 @@
-"""The file of winners where others write it too, or where it cannot be read."""
+"""The file of winners while other processes write it too, and when it cannot be read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
 
 
 def test_those_who_tune_at_once_keep_what_each_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes, mostly; a lock of the system's is between threads that opened its file each for itself, too."""
+    """Threads stand for processes: a lock of the system also holds between threads that open the file separately."""
     real = tuned.write_atomically
 
     def slowly(path: Path, content: bytes) -> None:

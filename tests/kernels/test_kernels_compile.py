@@ -1,4 +1,5 @@
-"""Every kernel source compiles for the architectures we name, without a GPU, and spills only where its plan says so."""
+"""Every kernel source compiles for all supported architectures without a GPU, and spills only where its plan allows
+it."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def test_one_of_each_kernel_holds_every_variant_and_the_most_demanding() -> None
 
 @pytest.mark.parametrize("chip", ["sm_80", WHOLE])
 def test_a_kernel_of_many_taps_compiles(chip: str, request: pytest.FixtureRequest) -> None:
-    """More taps than a compiler allows templates inside each other: forward/implicit_gemm_mma.cu and
-    forward/implicit_gemm_wgmma.cu in float16, forward/implicit_gemm_mma.cu again in float32."""
+    """There are more taps than a compiler allows nested templates: forward/implicit_gemm_mma.cu and
+    forward/implicit_gemm_wgmma.cu in float16, forward/implicit_gemm_mma.cu in float32."""
     every = request.config.getoption("all_architectures")
     geometry = Geometry(1, 64, 9, 7, 40, (16, 16), (8, 8), (4, 4))
     device = plan.Device(chip, 132, SHARED_BYTES[chip])
@@ -60,7 +61,7 @@ def test_a_kernel_of_many_taps_compiles(chip: str, request: pytest.FixtureReques
 
 
 def test_every_source_is_planned_somewhere() -> None:
-    """A kernel file that no plan above uses would be compiled by nobody."""
+    """No test would compile a kernel file that no plan above uses."""
     used = {kernel.source for kernel in planned(WHOLE)}
     directory = csrc_directory() / "kernels"
     sources = {path.relative_to(directory).as_posix() for path in directory.rglob("*.cu")}

@@ -1,4 +1,4 @@
-"""What is planned for older GPUs (sm_75, sm_80), compiled for the GPU that is here and run on it, against float64."""
+"""Plans for older GPUs (sm_75, sm_80), compiled for the GPU of this machine, run on it and compared with float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MASKS: tuple[Mask, ...] = (FORWARD, (True, True, True), (True, False, False), (F
 
 
 def plans(posed: plan.Problem, device: plan.Device) -> list[tuple[Mask, Plan]]:
-    """What computes the output, and gradients together and apart."""
+    """Returns the plans of the output and of the gradients, together and separately."""
     forward = plan.plan_forward(posed, True, device)
     return [(mask, plan.plan_backward(posed, mask, device) if mask else forward) for mask in MASKS]
 

@@ -147,7 +147,7 @@ def test_the_kernel_chosen_for_grad_input(
 
 
 def test_offsets_within_a_tile_of_grad_input_fit_32_bits() -> None:
-    """Images of 16 MiB of one cell each: a tile may have few of them."""
+    """Images of 16 MiB with one position each: a tile may have only few of them."""
     geometry = Geometry(4096, 96, 1, 1, 65536, (8, 8))
     problem = plan.Problem(geometry, torch.float32, "tf32", False, False)
     made = grad_input_implicit_gemm.plan_grad_input(problem, H200)
@@ -175,7 +175,7 @@ def test_offsets_past_32_bits_are_counted_in_64() -> None:
 
     assert index(HUGE.with_batch(1)) == "long long"
     assert index(Geometry(1, 2, 1024, 1024, 2, (2, 2), (2, 2))) == "int"
-    # A tile's last cells may lie beyond the last one of the map.
+    # The last positions of a tile may lie beyond the last one of the map.
     most = 2**31 - 1 - general.MAX_TILE_PIXELS
     assert max(made.m for made in map(general._tile, (1, 8, 64))) <= general.MAX_TILE_PIXELS
     just_below = Geometry(1, 1, 1, most - 1, 1, (1, 2))
@@ -188,7 +188,7 @@ def test_offsets_past_32_bits_are_counted_in_64() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_grids_pass_65535_blocks_in_their_only_dimension(dtype: torch.dtype, device: plan.Device) -> None:
     """A launch has one grid dimension, which may have 2^31 - 1 blocks."""
-    # Without dilation a few blocks go down strips of so large an image.
+    # Without dilation, stride1 would compute such a large image with a few blocks.
     made = forward(replace(HUGE, dilation=(2, 2)), dtype, device)
     assert max(launch.grid for launch in made.launches) > 65535
     assert all(launch.grid < 2**31 for launch in made.launches)
@@ -231,7 +231,7 @@ def test_a_backward_plan_computes_what_is_asked_for_and_no_more(mask: tuple[bool
 )
 def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> None:
     made = plan.plan_backward(general_problem(geometry), (True,) * 3, H200)
-    # A gradient of the weight has one copy at least; the tensor cores read an IEEE float32 weight in two parts.
+    # A gradient of the weight has at least one copy; the tensor cores read a float32 weight (IEEE) as two parts.
     two_copies = 8 * max(math.prod(geometry.weight_shape), geometry.out_channels)
     assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES + two_copies
     for launch in made.launches:
@@ -297,7 +297,7 @@ def test_the_workspace_of_the_narrow_gradients_is_bounded(geometry: Geometry, dt
         one_copy = 4 * math.prod(geometry.weight_shape)
         assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES + one_copy
         if geometry.batch == 64:
-            # No sum is so long that its rounding errors show: pixels of a block, by steps of 16 and warp.
+            # No sum is so long that its rounding errors matter: pixels of a block, by steps of 16 and by warps.
             weight = next(one for one in made.launches if one.kernel.entry == "grad_weight_narrow_mma")
             c = dict(weight.kernel.constants)
             units = c["TILE_H"] * c["TILE_W"] // 16 // c["WARPS_K"]

@@ -1,4 +1,4 @@
-"""How much work planning is: a layer's tiles are ranked once, whatever its sizes. No GPU."""
+"""The work of planning: the tiles of a layer are ranked once, whatever its sizes. No GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
-from tconv_swap.kernels.gradients import gather_tile as gradients_gather_tile
+from tconv_swap.kernels.gradients import grad_output_tile as gradients_grad_output_tile
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 #: A few output channels, in channels_last: the most tiles.
@@ -27,7 +27,7 @@ def _nothing_remembered() -> None:
     plan.plan_backward.cache_clear()
     for module, _ in RANKED:
         module.schedules.cache_clear()
-    gradients_gather_tile.laid_out.cache_clear()
+    gradients_grad_output_tile.with_pitches.cache_clear()
 
 
 def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +58,17 @@ def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyP
 
 def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    replace = gradients_gather_tile.replace
+    replace = gradients_grad_output_tile.replace
 
     def counted(tile: Any, **changes: Any) -> Any:
         made.append(changes)
         return replace(tile, **changes)
 
-    monkeypatch.setattr(gradients_gather_tile, "replace", counted)
-    tile = gradients_gather_tile.GatherTile(4, 16, 1, 3, 9, 1, True, 128)
-    laid, passes = gradients_gather_tile.laid_out(RGB, tile, True, (0, 1, 2, 3), True)
+    monkeypatch.setattr(gradients_grad_output_tile, "replace", counted)
+    tile = gradients_grad_output_tile.GradOutputTile(4, 16, 1, 3, 9, 1, True, 128)
+    laid, passes = gradients_grad_output_tile.with_pitches(RGB, tile, True, (0, 1, 2, 3), True)
     assert len(made) == 1
-    assert laid.cell >= 1
+    assert laid.pixel_pitch >= 1
     assert laid.row_pitch > 0
     assert laid.plane > 0
     assert passes >= 1

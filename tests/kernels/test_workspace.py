@@ -22,7 +22,8 @@ MODES = (
     (torch.float32, "tf32"),
     (torch.float32, "ieee"),
 )
-#: A decoder's eightfold taps, one copy of each pixel, odd rows, few channels, a weight of which few copies fit.
+#: A decoder with eight times the taps, one tap for each pixel, odd rows, few channels, a weight of which few copies
+#: fit.
 DECODER = Geometry(16, 256, 256, 256, 128, (8, 8), (4, 4), (2, 2))
 ODD = Geometry(16, 257, 255, 253, 131, (3, 3), (2, 2))
 MANY_WEIGHTS = Geometry(64, 2048, 64, 64, 1024, (4, 4), (2, 2), (1, 1))
@@ -39,7 +40,7 @@ LARGE = {
 
 
 def limit(geometry: Geometry) -> int:
-    """Copies, partial sums, and what one copy of the weight takes in float32 or in two parts."""
+    """Returns the bound: copies, partial sums, and one copy of the weight in float32 or in two parts."""
     return MAX_COPY_BYTES + WORKSPACE_LIMIT_BYTES + 8 * math.prod(geometry.weight_shape)
 
 

@@ -1,4 +1,4 @@
-"""Where the cache is, who may read it, and what is found out before anything is compiled."""
+"""Where the cache is, who may read it, and which faults are found before anything is compiled."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert file.read_bytes() == b"old"
 
 
-# What is found out first
+# Faults that are found first
 
 
 class Full:
-    """A file on a disk with room for names, not for content."""
+    """A file on a disk that has space for names, but not for content."""
 
     def __init__(self, **named: object) -> None:
         pass
@@ -97,7 +97,7 @@ def test_a_part_that_is_anothers_is_found_out(
     assert cache.cache_directory().parent == own_temporary
 
 
-# Which directory is meant
+# Which directory is used
 
 
 def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: damaged files, disks that are full, caches that are cleared meanwhile."""
+"""Compiled kernels on disk: damaged files, full disks, caches that are cleared during a compilation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUBIN, LOG = b"\x7fELF" + bytes(range(256)) * 40, "ptxas info: 32 registers\nand
 
 
 class Compiler:
-    """Counts its calls."""
+    """A compiler that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0

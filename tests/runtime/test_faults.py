@@ -1,4 +1,4 @@
-"""What is missing, full or gone while a process runs: calls go on, and what is lost is said."""
+"""Faults around the cache while a process runs: calls still work, and a warning says what is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def test_two_processes_race_for_one_cache(tmp_path: Path) -> None:
-    """One builds the host part, the other waits for it; each has every kernel; a third finds all of it."""
+    """One process builds the host part, the other waits for it; each has every kernel; a third process finds all of
+    them."""
     code = (
         "host.library()\n"
         "found = [compiled(lanes) for lanes in (1, 2, 4)]\n"
@@ -78,7 +79,7 @@ def test_two_processes_race_for_one_cache(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_no_more_than_a_few_bytes(tmp_path: Path) -> None:
-    """The system refuses to write more than 4 KiB to a file. Nothing is kept, and nothing else is lost."""
+    """The system refuses to write more than 4 KiB to a file: nothing is kept, but every call works."""
     code = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
@@ -109,7 +110,7 @@ def test_a_cache_that_is_removed_while_a_process_runs(tmp_path: Path) -> None:
 def test_a_file_system_that_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What another process may have written there is left alone; this one has a directory of its own."""
+    """Files of another process are not touched; this process uses a directory of its own."""
 
     def refuse(*, dir: Path) -> object:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))

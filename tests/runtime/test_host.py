@@ -49,7 +49,7 @@ def test_a_missing_ninja_is_named(own_cache: Path, monkeypatch: pytest.MonkeyPat
 def test_a_ninja_that_is_installed_beside_python_alone(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a virtual environment is not activated."""
+    """Changes PATH as if no virtual environment were activated."""
     (own_cache / "ninja").write_text("#!/bin/sh")
     (own_cache / "ninja").chmod(0o755)
     monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=str(own_cache)))
@@ -94,7 +94,7 @@ def test_the_compiler_that_is_looked_for_is_the_one_that_runs(
 def test_a_damaged_library_is_built_again(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
-    """Half of one kills whoever loads it."""
+    """A truncated library crashes the process that loads it."""
     built = []
 
     def build(directory: Path) -> Path:
@@ -171,7 +171,7 @@ def test_a_cache_that_cannot_be_written_is_named(own_cache: Path) -> None:
 def test_what_a_compiler_says_of_a_source(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, words: str, refused: bool
 ) -> None:
-    """The linker's words are of a full disk, which another time has room."""
+    """The linker reports a full disk, which may have space at the next attempt."""
 
     def fails(**_: object) -> None:
         raise RuntimeError(f"Error building extension\n{words}\n")
@@ -183,7 +183,8 @@ def test_what_a_compiler_says_of_a_source(
 
 
 def test_a_build_does_not_load_the_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has loaded it from another cache would register every op twice, which ends the process."""
+    """A process that has loaded the library from another cache would register every op twice, which ends the
+    process."""
     for source in host.SOURCES:
         (own_cache / source).write_text("#include <cstdlib>\nstatic int loaded = (std::abort(), 0);\n")
     monkeypatch.setattr(host, "csrc_directory", lambda: own_cache)
@@ -237,7 +238,7 @@ def test_a_compiler_that_was_killed_is_asked_again(
 
 
 def test_kernels_that_stand_in_come_back_where_nothing_is_loaded() -> None:
-    """In a process of its own, whose compiler is missing: an autocast still casts what an exported program calls."""
+    """In a process without a compiler, an autocast still casts the tensors of an exported program."""
     code = (
         "import torch, tconv_swap\n"
         "from tconv_swap.runtime import host\n"

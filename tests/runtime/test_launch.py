@@ -1,4 +1,4 @@
-"""A plan as the words that csrc/launch.cpp reads."""
+"""The words of a plan that csrc/launch.cpp reads."""
 
 from __future__ import annotations
 

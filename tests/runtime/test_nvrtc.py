@@ -1,4 +1,4 @@
-"""For which architecture a GPU's kernels are compiled, where NVRTC knows the GPU and where it is older than that."""
+"""The architecture that kernels are compiled for, with an NVRTC that knows the GPU and with an older one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tconv_swap.cuda import call
 from tconv_swap.runtime import nvrtc
 
-#: What NVRTC 12.8 and 13.0 say.
+#: The architectures that NVRTC 12.8 and 13.0 list.
 OLD = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 120)
 NEW = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CHANNELS_LAST = torch.channels_last
 
@@ -29,3 +30,15 @@ def gradients(output: Tensor, of: list[Tensor], grad: Tensor | None = None) -> t
     if grad is None:
         grad = torch.linspace(-1, 1, output.numel()).view_as(output)
     return torch.autograd.grad(output, of, grad)
+
+
+class RecordedOperators(TorchDispatchMode):
+    """Records the names of the operators that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

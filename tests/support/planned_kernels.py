@@ -12,7 +12,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import DTYPES, plan_cast
 from tconv_swap.runtime.program import Kernel, Output
 
-#: Bytes that one block may ask for (CUDA C++ programming guide, table of compute capabilities).
+#: The most shared memory of a block in bytes (CUDA C++ programming guide, table of compute capabilities).
 SHARED_BYTES = {
     "sm_75": 64 << 10,
     "sm_80": 163 << 10,
@@ -31,9 +31,10 @@ MODES = (
     (torch.float32, "tf32"),
     (torch.float32, "ieee"),
 )
-#: Where every mode and layout is compiled; the other architectures compile two modes in NCHW.
+#: The architecture for which every mode and layout is compiled; for the others, two modes in NCHW are.
 WHOLE = "sm_90a"
-#: Compiled for on each commit, one kernel of each variant; `pytest --all-architectures` compiles every kernel for all.
+#: The architectures for which each commit compiles one kernel of each variant; `pytest --all-architectures` compiles
+#: every kernel for all.
 EACH_COMMIT = ("sm_75", "sm_80", WHOLE, "sm_120")
 
 GEOMETRIES = {
@@ -58,15 +59,15 @@ GEOMETRIES = {
 
 @cache
 def planned(architecture: str) -> dict[Kernel, int]:
-    """Every kernel that is planned for GEOMETRIES, and how much of a multiprocessor a block of it takes: threads times
-    bytes of shared memory."""
+    """Returns every kernel that is planned for GEOMETRIES, and the resources of its blocks: threads times bytes of
+    shared memory."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
     found: dict[Kernel, int] = {}
     for geometry in GEOMETRIES.values():
         for dtype, precision in MODES if architecture == WHOLE else MODES[1::2]:
             for channels_last in (False, True) if architecture == WHOLE else (False,):
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                # Down strips of large images no bias comes along.
+                # For large images stride1 computes the gradient of the weight, which leaves the bias to another kernel.
                 wanted = (True, True, geometry != GEOMETRIES["large"])
                 made = (plan.plan_forward(problem, True, device), plan.plan_backward(problem, wanted, device))
                 for launch in (launch for one in made for launch in one.launches):
@@ -80,7 +81,7 @@ def planned(architecture: str) -> dict[Kernel, int]:
 
 
 def variants(kernel: Kernel) -> set[tuple[object, ...]]:
-    """What of a source the kernel compiles: its types together with its precision, and each switch by itself."""
+    """Returns the variants that a kernel compiles: its types together with its precision, and each switch."""
     of_entry = (kernel.source, kernel.entry)
     types = tuple(value for name, value in kernel.constants if isinstance(value, str) or name == "PRECISION")
     switches = {(*of_entry, name, value) for name, value in kernel.constants if isinstance(value, bool)}
@@ -88,8 +89,8 @@ def variants(kernel: Kernel) -> set[tuple[object, ...]]:
 
 
 def one_of_each(kernels: dict[Kernel, int]) -> list[Kernel]:
-    """The fewest kernels, chosen greedily, that compile every variant of every source; of equals the one whose block
-    takes most."""
+    """Returns the fewest kernels, chosen greedily, that compile every variant of every source; among equal ones the
+    kernel whose block takes the most resources."""
     found: list[Kernel] = []
     of = {kernel: variants(kernel) for kernel in sorted(kernels, key=lambda one: -kernels[one])}
     left = set().union(*of.values())

@@ -1,4 +1,5 @@
-"""What tests of all sizes of a layer share: GPUs, dtypes, layers of the suite and their random sizes."""
+"""Layers, devices and random sizes for tests of kernels that take their sizes at the launch, and the division of
+csrc/kernels/common/sizes.cuh."""
 
 from __future__ import annotations
 
@@ -15,16 +16,23 @@ from tconv_swap.measurement.suite import load_suite
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
+#: dtype and precision.
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
+#: The layers of the suite that have channels enough for tensor cores.
 LAYERS = [layer for layer in load_suite().layers if layer.geometry.out_channels_per_group >= 8]
+#: Relative L2 errors against float64.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geometry:
-    """Any batch, height and width, small and large; one row where the layer has one dimension."""
+def random_sizes(rng: random.Random, layer: Geometry, limit: int = 200) -> Geometry:
+    """Returns the layer with a random batch, height and width, small and large; with one row if it has one dimension.
+
+    Args:
+        limit: of height and width.
+    """
     while True:
         height, width = (
-            rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, most))) for _ in "hw"
+            rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, limit))) for _ in "hw"
         )
         one_row = layer.height == layer.kernel[0] == 1
         found = replace(
@@ -39,6 +47,6 @@ def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geomet
 
 
 def quotient(words: sizes.Words, n: int) -> int:
-    """``Divisor::quotient`` of common/sizes.cuh, in 32 bits."""
+    """Returns what ``Divisor::quotient`` of common/sizes.cuh computes in 32 bits."""
     _, magic, shift = words
     return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift

@@ -29,7 +29,7 @@ struct ImageSizes {
 };
 
 /// For kernels whose blocks compute a segment of tiles: tiles of the input's pixels that lie below each other
-/// (gradients/gather.cuh, gradients/depthwise.cu).
+/// (gradients/grad_output_tile.cuh, gradients/depthwise.cu).
 struct SegmentSizes {
   int batch, height, width, out_height, out_width;
   int tile_rows;
@@ -38,7 +38,7 @@ struct SegmentSizes {
   Divisor down, across;  // tiles below each other in an image, and side by side
 };
 
-/// For kernels whose tiles are consecutive pixels of an image (gradients/patches.cuh).
+/// For kernels whose tiles are consecutive pixels of an image (gradients/narrow_joint_im2col.cuh).
 struct PatchSizes {
   int batch, height, width, out_height, out_width;
   int pixels;               // of an image of the input

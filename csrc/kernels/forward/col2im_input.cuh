@@ -1,7 +1,7 @@
-// The input of forward/col2im.cu: panels of PANEL_PIXELS pixels and all channels, brought by the copy engine, and the
-// fragments that a multiply takes of them.
+// The input of forward/col2im.cu: panels of PANEL_PIXELS pixels and all channels, which the copy engine loads, and the
+// fragments of them that a multiply reads.
 //
-// NCHW: a panel is [channel][pixel], CHANNELS_LAST: [chunk of channels][pixel][channel]; lines of LINE_BYTES, whose
+// In NCHW a panel is [channel][pixel], with CHANNELS_LAST [chunk of channels][pixel][channel]: lines of LINE_BYTES, whose
 // 16-byte pieces the swizzle permutes. Channels and pixels that the tensor does not have are zeros.
 #pragma once
 
@@ -15,20 +15,20 @@ __device__ constexpr int power_above(int n) {
 constexpr int LINE_BYTES = CHANNELS_LAST ? (K * ITEM > 64 ? 128 : power_above(K * ITEM)) : PANEL_PIXELS * ITEM;
 static_assert(LINE_BYTES == 128 || LINE_BYTES == 64 || LINE_BYTES == 32);
 /// Boxes of a panel.
-constexpr int BOXES = CHANNELS_LAST ? ceil_div(K * ITEM, LINE_BYTES) : 1;
+constexpr int PANEL_BOXES = CHANNELS_LAST ? ceil_div(K * ITEM, LINE_BYTES) : 1;
 constexpr int BOX_BYTES = (CHANNELS_LAST ? PANEL_PIXELS : K) * LINE_BYTES;
-constexpr int PANEL_BYTES = BOXES * BOX_BYTES;
+constexpr int PANEL_BYTES = PANEL_BOXES * BOX_BYTES;
 constexpr int STAGE_BYTES = PANEL_BYTES * STEP_PANELS * STEP_ROWS;
 
-/// Ask for one step: STEP_ROWS rows of STEP_PANELS panels. By one thread.
-__device__ __forceinline__ void bring(const TensorMap& map, int image, int row, int column, u32 stage, u32 full) {
+/// Issues the loads of one step: STEP_ROWS rows of STEP_PANELS panels. Called by one thread.
+__device__ __forceinline__ void issue_loads(const TensorMap& map, int image, int row, int column, u32 stage, u32 full) {
   ptx::arrive_expect_tx(full, STAGE_BYTES);
 #pragma unroll
   for (int i = 0; i < STEP_ROWS; ++i)
 #pragma unroll
     for (int panel = 0; panel < STEP_PANELS; ++panel)
 #pragma unroll
-      for (int box = 0; box < BOXES; ++box) {
+      for (int box = 0; box < PANEL_BOXES; ++box) {
         const u32 to = stage + (i * STEP_PANELS + panel) * PANEL_BYTES + box * BOX_BYTES;
         const int first = column + panel * PANEL_PIXELS;
         if constexpr (CHANNELS_LAST) {
@@ -39,20 +39,21 @@ __device__ __forceinline__ void bring(const TensorMap& map, int image, int row, 
       }
 }
 
-/// What the swizzle does to the 16-byte pieces of a line: their index is combined with this by exclusive or.
+/// The number with which the swizzle combines the index of a line's 16-byte pieces, by exclusive or.
 __device__ __forceinline__ int swizzle(int line) {
   return LINE_BYTES == 128 ? line % 8 : LINE_BYTES == 64 ? line / 2 % 4 : line / 4 % 2;
 }
 
-/// Where a lane finds the 16 pixels of its warp in a panel: bytes, of the first 16 channels.
+/// The offsets in bytes of the 16 pixels of a lane's warp in a panel, for the first 16 channels.
 struct InputPlaces {
-  // 16 bits, by ldmatrix. float32: of pixels g and g + 8, in NCHW of channels 2t and 2t + 1.
+  // 16 bits: for ldmatrix. float32: of pixels g and g + 8, in NCHW of channels 2t and 2t + 1.
   u32 at[IS_16_BIT ? 1 : 2][IS_16_BIT || CHANNELS_LAST ? 1 : 2];
 
   __device__ __forceinline__ explicit InputPlaces(int first_pixel) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (IS_16_BIT) {
-      // Lane 8m + r names line r of matrix m: the first 8 channels of both halves of the pixels, then the last 8.
+      // Lane 8m + r gives the address of line r of matrix m: the first 8 channels of both halves of the pixels, then the
+      // last 8.
       const int pixel = first_pixel + lane / 8 % 2 * 8, half = lane / 16;
       const int line = CHANNELS_LAST ? pixel + lane % 8 : half * 8 + lane % 8, piece = CHANNELS_LAST ? half : pixel / 8;
       at[0][0] = line * LINE_BYTES + (piece ^ swizzle(line)) * 16;
@@ -74,12 +75,12 @@ struct InputPlaces {
   }
 };
 
-/// The same place `bytes` of channels further on.
+/// The offset `bytes` of channels behind the offset `at`.
 __device__ __forceinline__ u32 further(u32 at, int bytes) {
   return CHANNELS_LAST ? (at ^ bytes % LINE_BYTES) + bytes / LINE_BYTES * BOX_BYTES : at + bytes / ITEM * LINE_BYTES;
 }
 
-/// Operand A of 16 channels, of each part: wgmma_from_registers in common/wgmma.cuh has its order.
+/// Loads operand A of 16 channels, for each part, in the order of wgmma_from_registers (common/wgmma.cuh).
 __device__ __forceinline__ void load_input(u32 (&a)[PARTS][4], u32 panel, const InputPlaces& places, int step) {
   if constexpr (IS_16_BIT) {
     const u32 from = panel + further(places.at[0][0], step * 16 * ITEM);

@@ -1,15 +1,13 @@
-// The product of forward/col2im.cu: its weights, B of a wgmma, in shared memory; its pixels, A, in registers; and the way of
-// the sums to a buffer in shared memory.
+// The product of forward/col2im.cu: weights, operand B of a wgmma, in shared memory; pixels, operand A, in registers; and the
+// stores of the products to a buffer in shared memory.
 #pragma once
+
+#include "common/raw.cuh"
 
 // ---- weights -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ u32 bits_of(Half x) { return x.bits; }
-__device__ __forceinline__ u32 bits_of(BFloat16 x) { return x.bits; }
-
-/// All weights by all threads; zeros for channels and products that there are not. Eight neighbouring threads read
-/// neighbours of M.
+/// Loads all weights, with all threads; writes zeros for channels and products that do not exist. Eight neighbouring threads
+/// read neighbours of M.
 __device__ __forceinline__ void load_weights(char* weights, const Element* from) {
 #pragma unroll 8
   for (int i = threadIdx.x; i < K / 2 * N; i += THREADS) {
@@ -39,7 +37,7 @@ __device__ __forceinline__ void load_weights(char* weights, const Element* from)
 using Sums = float[N / 2];
 constexpr int MULTIPLIED = IS_16_BIT ? PRECISION : ptx::BF16;
 
-/// The products of this warp's pixels, by four warps together. `weights`, `panel`: addresses.
+/// Multiplies this warp's pixels; four warps do so together. `weights` and `panel` are addresses.
 __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, const InputPlaces& places) {
   const auto b = [&](int part, int step) {
     return ptx::matrix_descriptor(weights + part * PART_BYTES + step * 2 * PLANE_BYTES, PLANE_BYTES, 128);
@@ -56,8 +54,8 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, con
     ptx::commit_wgmma();
     ptx::wait_wgmma<0>();
   } else {
-    // The smallest products first; those left out are below float32's roundoff. The multiplier truncates its sums;
-    // adding those of each step here rounds to nearest.
+    // The smallest products come first; those left out are below the rounding error of float32. The multiplier truncates its
+    // sums; adding the sums of each step here rounds to nearest.
     constexpr int LOW = PARTS - 1, MIDDLE = PARTS / 2;
     u32 a[2][PARTS][4];
     Sums part[PARTIAL_SUMS];
@@ -74,34 +72,34 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, con
       ptx::wgmma_from_registers<N, MULTIPLIED>(to, here[0], b(0, STEP));
       ptx::commit_wgmma();
     };
-    // With two partial sums a step is multiplied while that before it is added up.
-    constexpr int AHEAD = PARTIAL_SUMS - 1;
+    // With two partial sums, a step is multiplied while the step before it is added up.
+    constexpr int STEPS_AHEAD = PARTIAL_SUMS - 1;
     load_input(a[0], panel, places, 0);
     begin(IndexConstant<0>{});
     if constexpr (K_STEPS > 1) load_input(a[1], panel, places, 1);
     static_for<0, K_STEPS>([&](auto index) {
       constexpr int STEP = decltype(index)::value;
-      if constexpr (AHEAD == 1 && STEP + 1 < K_STEPS) begin(IndexConstant<STEP + 1>{});
-      ptx::wait_wgmma<(STEP + 1 < K_STEPS ? AHEAD : 0)>();
+      if constexpr (STEPS_AHEAD == 1 && STEP + 1 < K_STEPS) begin(IndexConstant<STEP + 1>{});
+      ptx::wait_wgmma<(STEP + 1 < K_STEPS ? STEPS_AHEAD : 0)>();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) {
         const float added = part[STEP % PARTIAL_SUMS][i];
         sums[i] = STEP == 0 ? added : sums[i] + added;
       }
-      if constexpr (AHEAD == 0 && STEP + 1 < K_STEPS) begin(IndexConstant<STEP + 1>{});
+      if constexpr (STEPS_AHEAD == 0 && STEP + 1 < K_STEPS) begin(IndexConstant<STEP + 1>{});
       if constexpr (STEP + 2 < K_STEPS) load_input(a[STEP % 2], panel, places, STEP + 2);
     });
   }
 }
 
-/// A warp's products to a row of a buffer, from its first pixel's column on.
-__device__ __forceinline__ void put_products(const Sums& sums, float* row) {
+/// Writes a warp's products to a row of a buffer, from its first pixel's column on.
+__device__ __forceinline__ void store_products(const Sums& sums, float* row) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float* const to = row + 2 * t * PITCH + g;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     const int column = i / 4 * 8 + i % 2;  // and 2 t
-    // Padding that nobody reads would keep the compiler from having multiplies under way.
+    // If these padding columns were unused, the compiler would serialize the multiplies.
     if (column >= M) asm volatile("" ::"f"(sums[i]));
     if (i / 4 * 8 + 8 <= M || column + 2 * t < M) to[column * PITCH + i % 4 / 2 * 8] = sums[i];
   }

@@ -1,16 +1,16 @@
-// Forward of maps of one pixel (a generator's first layer), which is a product of two matrices as they lie:
+// Forward of maps of one pixel (a generator's first layer), which is a product of two matrices in their own layouts:
 //
-//   output[image][o] = sum over ci of input[image][ci] * weight[ci][o], o = the outputs of an image, as they lie
+//   output[image][o] = sum over ci of input[image][ci] * weight[ci][o], where o counts the outputs of an image in memory
 //
-// An image's outputs lie in the weight's order (channel, kh, kw; in channels_last kh, kw, channel): nothing is packed.
+// An image's outputs have the weight's order (channel, kh, kw; in channels_last kh, kw, channel), so nothing is packed.
 //
 // Covers: float16, bfloat16, float32 (TF32, or IEEE by six products of BFloat16 parts: common/parts.cuh); HEIGHT = WIDTH = 1
 // without padding, output padding, dilation or groups; NCHW or channels_last, the weight likewise; input rows of 4-byte
-// multiples, outputs of an image of 16-byte multiples; sm_80 and up.
+// multiples, outputs of an image of 16-byte multiples; sm_80 and later.
 //
-// A block computes TILE_M images x TILE_N outputs, a warp WARP_M_TILES x 16 of them by WARP_N_TILES x 8. Chunks of
-// CHUNK channels of the input, and as many rows of the weight, come by cp.async: all at once where there are STAGES of
-// them at most, else STAGES - 1 ahead.
+// A block computes TILE_M images x TILE_N outputs, a warp WARP_M_TILES x 16 of the images by WARP_N_TILES x 8 of the outputs.
+// cp.async loads chunks of CHUNK channels of the input, and as many rows of the weight: all at once if there are at most
+// STAGES chunks, else STAGES - 1 chunks ahead.
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/parts.cuh"
@@ -30,18 +30,18 @@ constexpr int STEP = IS_TF32 ? 8 : 16;
 constexpr int CHUNKS = ceil_div(IN_CHANNELS, CHUNK);
 static_assert(CHUNK % STEP == 0);
 
-// Pitches in bytes at which the lanes that read a fragment meet different banks.
+// Pitches in bytes with which the lanes that read a fragment use different banks.
 constexpr int INPUT_PITCH = CHUNK * ITEM + (IS_16_BIT || IS_TF32 ? 16 : 32);
 constexpr int WEIGHT_PITCH = TILE_N * ITEM + (IS_TF32 ? 32 : 16);
 constexpr int INPUT_BYTES = TILE_M * INPUT_PITCH, STAGE_BYTES = INPUT_BYTES + CHUNK * WEIGHT_PITCH;
 static_assert(SHARED_BYTES == STAGES * STAGE_BYTES, "the plan and the kernel must agree");
 
-/// Bytes of one copy of the input: what divides a row, 4 at least.
+/// Bytes of one copy of the input, which divide a row; at least 4.
 constexpr int INPUT_COPY = IN_CHANNELS * ITEM % 16 == 0 ? 16 : IN_CHANNELS * ITEM % 8 == 0 ? 8 : 4;
 constexpr int ROW_COPIES = CHUNK * ITEM / INPUT_COPY, WEIGHT_COPIES = TILE_N * ITEM / 16;
 
-/// Ask for a chunk of channels; zeros lie where the tensors end.
-__device__ __forceinline__ void bring(u32 stage, const Element* input, const Element* weight, int chunk, int images,
+/// Issues the copies of a chunk of channels. Zeros are written for what lies behind the ends of the tensors.
+__device__ __forceinline__ void issue_copies(u32 stage, const Element* input, const Element* weight, int chunk, int images,
                                       int outputs) {
   const int first = chunk * CHUNK;
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ void bring(u32 stage, const Element* input, const Ele
 
 using Sums = float[WARP_M_TILES][WARP_N_TILES][4];
 
-/// Add the products of a chunk. `input`, `weight`: at the warp's first image and output.
+/// Adds the products of a chunk. `input` and `weight` are the addresses of the warp's first image and output.
 __device__ __forceinline__ void multiply(Sums& sums, u32 input, u32 weight) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll(PARTS == 1 ? CHUNK / STEP : 1)
@@ -72,7 +72,8 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 input, u32 weight) {
     const u32 rows = input + step * STEP * ITEM, channels = weight + step * STEP * WEIGHT_PITCH;
     u32 b[WARP_N_TILES][2][PARTS];
     if constexpr (IS_16_BIT) {
-      // ldmatrix: lane 8m + r names channel r of matrix m: the first and the last 8 channels of 8 outputs, then 8 more.
+      // ldmatrix: lane 8m + r gives the address of channel r of matrix m. The matrices are the first and the last 8 channels
+      // of 8 outputs, then those of the next 8 outputs.
 #pragma unroll
       for (int pair = 0; pair < WARP_N_TILES / 2; ++pair) {
         u32 m[4];
@@ -129,6 +130,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 input, u32 weight) {
   }
 }
 
+/// The channel of output o of an image.
 __device__ constexpr int channel_at(int o) { return CHANNELS_LAST ? o % OUT_CHANNELS : o / (OUTPUTS / OUT_CHANNELS); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   Element* __restrict__ output, long long batch) {
   extern __shared__ __align__(16) char memory[];
   const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
-  // Blocks of the same outputs side by side: the weight comes once from memory.
+  // Blocks of the same outputs are neighbours, so that the weight is read from memory once.
   const int image_tiles = static_cast<int>((batch + TILE_M - 1) / TILE_M);
   const long long first_image = static_cast<long long>(blockIdx.x % image_tiles) * TILE_M;
   const int first_output = blockIdx.x / image_tiles * TILE_N;
@@ -145,16 +147,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   input += first_image * IN_CHANNELS;
   weight += first_output;
 
-  const auto bring_chunk = [&](int chunk, int stage) {
-    if (chunk < CHUNKS) bring(shared + stage * STAGE_BYTES, input, weight, chunk, images, outputs);
+  const auto issue_chunk = [&](int chunk, int stage) {
+    if (chunk < CHUNKS) issue_copies(shared + stage * STAGE_BYTES, input, weight, chunk, images, outputs);
     ptx::commit_copies();
   };
   const int warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
   const u32 input_at = shared + warp_m * (WARP_M_TILES * 16) * INPUT_PITCH;
   const u32 weight_at = shared + INPUT_BYTES + warp_n * (WARP_N_TILES * 8) * ITEM;
   Sums sums = {};
-  constexpr int AHEAD = CHUNKS <= STAGES ? CHUNKS : STAGES - 1;
-  for (int chunk = 0; chunk < AHEAD; ++chunk) bring_chunk(chunk, chunk);
+  constexpr int PREFETCH_DISTANCE = CHUNKS <= STAGES ? CHUNKS : STAGES - 1;
+  for (int chunk = 0; chunk < PREFETCH_DISTANCE; ++chunk) issue_chunk(chunk, chunk);
   if constexpr (CHUNKS <= STAGES) {
     static_for<0, CHUNKS>([&](auto index) {
       constexpr int STAGE = decltype(index)::value;
@@ -167,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
       ptx::wait_copies<STAGES - 2>();
-      __syncthreads();  // the chunk is there for all, and nobody reads the one before
-      bring_chunk(chunk + AHEAD, stage == 0 ? STAGES - 1 : stage - 1);
+      __syncthreads();  // all threads see the chunk, and none reads the one before
+      issue_chunk(chunk + PREFETCH_DISTANCE, stage == 0 ? STAGES - 1 : stage - 1);
       multiply(sums, input_at + stage * STAGE_BYTES, weight_at + stage * STAGE_BYTES);
       if (++stage == STAGES) stage = 0;
     }

@@ -1,4 +1,4 @@
-// Forward, any geometry, any dtype, NCHW and channels_last: the reference on the GPU and the fallback.
+// Forward of any geometry and dtype, in NCHW and channels_last: the reference on the GPU, and the fallback.
 //
 //   output[n, co, oh, ow] = the epilogue of the sum over ci in the group of co, and kh, kw, with
 //       oh + PADDING_H - kh * DILATION_H = STRIDE_H * ih, 0 <= ih < HEIGHT (and the same horizontally)
@@ -11,8 +11,8 @@
 #include "common/images.cuh"
 #include "common/tile_gemm.cuh"
 
-// The taps of one axis that reach the output positions congruent to `residue` (= (o + padding) mod stride):
-// first, first + step, ..., `count` of them. None when no k * dilation is congruent to the residue.
+// The taps of one axis that contribute to the outputs o with (o + padding) mod stride = `residue`: first, first + STEP, and so
+// on, `count` of them; none if no k * dilation is congruent to the residue.
 struct PhaseTaps {
   int first, count;
 };
@@ -29,19 +29,19 @@ struct Axis {
 constexpr int TILES_N = (CO_GROUP + TILE_N - 1) / TILE_N;
 using Vertical = Axis<KERNEL_H, STRIDE_H, DILATION_H>;
 using Horizontal = Axis<KERNEL_W, STRIDE_W, DILATION_W>;
-// As many taps as a phase can have, times the channels.
-constexpr long long MOST_TERMS =
+// The most taps of a phase, times the channels.
+constexpr long long MAX_TERMS =
     (KERNEL_H / Vertical::STEP + 1LL) * (KERNEL_W / Horizontal::STEP + 1) * CI_GROUP;
 
-// The output pixel of a phase whose number among the cells of all images is m.
+// The output pixel of a phase at position m, counted over all images.
 struct OutputPixel {
   Index n;
   int oh, ow;
   bool inside;
 };
 __device__ __forceinline__ OutputPixel pixel_of(const ImageSizes& sizes, long long m, int phase_h, int phase_w) {
-  const Pixel cell = Pixel::of(sizes, m);
-  OutputPixel p{cell.image, cell.row * STRIDE_H + phase_h, cell.column * STRIDE_W + phase_w, false};
+  const Pixel position = Pixel::of(sizes, m);
+  OutputPixel p{position.image, position.row * STRIDE_H + phase_h, position.column * STRIDE_W + phase_w, false};
   p.inside = p.n < sizes.batch && p.oh < sizes.out_height && p.ow < sizes.out_width;
   return p;
 }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
 
   constexpr bool M_FASTEST = !CHANNELS_LAST;
   Sum sum[THREAD_M][THREAD_N];
-  tile_gemm<CHANNELS_LAST, false, M_FASTEST, MOST_TERMS>(shared, 0, k_end, load_a, load_b, sum);
+  tile_gemm<CHANNELS_LAST, false, M_FASTEST, MAX_TERMS>(shared, 0, k_end, load_a, load_b, sum);
 
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i) {

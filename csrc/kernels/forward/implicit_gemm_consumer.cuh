@@ -1,12 +1,12 @@
-// The threads that multiply and store, of forward/implicit_gemm_wgmma.cu and forward/implicit_gemm_tma.cu.
+// The consumers of forward/implicit_gemm_{wgmma,tma,tma_nchw}.cu: threads that multiply and store.
 #pragma once
 
-/// Add one chunk. `weights`: the warpgroup's; `input`: at the warpgroup's first cell, all shifts least. After each tap of a
-/// step `after` is called with its number.
+/// Adds the products of one chunk to `sums`. `weights` describes the warpgroup's weights, `input` its first position with the
+/// smallest shifts. Calls `after` with its number after each tap of a step.
 template <int GROUP_ROW, int GROUP_COL, class After>
 __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx::u64 input, const After& after) {
-  constexpr int STEP = WEIGHT_BOXES ? BOXED_STEP_WEIGHTS : group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS / 4;
-  constexpr int STEP_INPUT = PIXEL_BOXES ? 16 * BOX_ROW_BYTES / 16 : BOXES ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
+  constexpr int STEP = TMA_WEIGHTS ? TMA_STEP_WEIGHTS : group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS / 4;
+  constexpr int STEP_INPUT = PIXEL_MAJOR ? 16 * BOX_ROW_BYTES / 16 : TMA_INPUT ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
     static_for<0, TAPS>([&](auto index) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
         for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
           for (int i = 0; i < MULTIPLIES; ++i)
-            ptx::wgmma<PRECISION, MULTIPLY_CELLS, true, WEIGHT_BOXES, PIXEL_BOXES>(
+            ptx::wgmma<PRECISION, MULTIPLY_POSITIONS, true, TMA_WEIGHTS, PIXEL_MAJOR>(
                 NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i * MULTIPLY_COLS, 0), weights + step * STEP + RANK * TAP_WEIGHTS,
                 input + step * STEP_INPUT + (SHIFT + image * IMAGE_PITCH + i * (8 * MULTIPLY_COLS)) * (PIXEL_BYTES / 16));
         after(step * TAPS + decltype(index)::value);
@@ -28,19 +28,19 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
     });
 }
 
-/// This warp's word that the multiplies of a stage are done.
+/// Tells the producers that this warp has multiplied a stage.
 __device__ __forceinline__ void release(u32 empty) {
   if (threadIdx.x % 32 == 0) ptx::arrive(empty);
 }
 
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, int weights_from, int input_from) {
-  // Unrolled, the compiler would wait between the first multiplies.
+  // If this loop were unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
     ptx::fence_wgmma();
-    const ptx::u64 weights = weights_descriptor((WEIGHTS_STAY ? ring.base + STAYING + chunk * (WEIGHT_WORDS * 4) : ring.weights()) + weights_from);
+    const ptx::u64 weights = weights_descriptor((RESIDENT_WEIGHTS ? ring.base + RESIDENT_AT + chunk * (WEIGHT_WORDS * 4) : ring.weights()) + weights_from);
     const ptx::u64 input = input_descriptor(ring.input() + input_from);
     if constexpr (STAGGER > 0) {
       multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [&](int product) {
@@ -61,22 +61,22 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
   release(ring.empty_before());
 }
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, const Epilogue& epilogue, Out* output, const Sizes& sizes) {
+__device__ __forceinline__ void run_consumer(u32 shared, char* memory, const Epilogue& epilogue, Out* output, const Sizes& sizes) {
   const int warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
   const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
-  const int first_pixel = warp_image * IMAGE_PITCH + warp_h * CELL_INPUT_ROWS * ROW_PITCH + warp_w + LEAD;
-  Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * PART_BUFFER);
+  const int first_pixel = warp_image * IMAGE_PITCH + warp_h * POSITION_INPUT_ROWS * ROW_PITCH + warp_w + LEFT_PAD;
+  Out* staged = reinterpret_cast<Out*>(memory + STAGED_AT + warp * SUBTILE_BUFFER);
 
   Ring ring(shared);
-  const Turns turns(sizes);
-  for (int index = turns.first; index < turns.end; ++index) {
-    const Work work(index, sizes);
+  const BlockWork block(sizes);
+  for (int index = block.first; index < block.end; ++index) {
+    const WorkTile work(index, sizes);
     Sums sums;
     sums.clear();
     if constexpr (STAGGER > 0) {
-      if (warp >= 4) ptx::wait_for_phase(shared + STAGGER_BARRIER, (index - turns.first) % 2);
+      if (warp >= 4) ptx::wait_for_phase(shared + STAGGER_BARRIER, (index - block.first) % 2);
     }
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
       add_chunks<0, 0>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
     Out* to = output;
     if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
     if constexpr (WHOLE_LINES)
-      store_lines(sums, to, epilogue, shared + STAGED + warp / 4 * (4 * PART_BUFFER), work.origin, work.group,
+      store_lines(sums, to, epilogue, shared + STAGED_AT + warp / 4 * (4 * SUBTILE_BUFFER), work.origin, work.group,
                   work.m_block * BLOCK_CHANNELS + warp_m / 4 * 64, warp_image, warp_h, warp_w,
                   work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, sizes);
     else

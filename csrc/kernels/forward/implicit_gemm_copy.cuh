@@ -1,14 +1,15 @@
-// What both ways of filling shared memory share: strides of the input, the copy of packed weights.
+// Shared by the producers of forward/implicit_gemm_mma.cu, forward/implicit_gemm_wgmma.cu and the kernels of grad_input/:
+// strides of the input, and the copy of packed weights.
 #pragma once
 
 using ptx::u32;
 
-/// From one channel of an image to the next, which plan_tile.claims bounds to 32 bits.
+/// Bytes from one channel of an image to the next; `claims` of the planner sees to it that they fit 32 bits.
 __device__ __forceinline__ int channel_bytes(const Sizes& sizes) { return INPUT_CHANNELS_LAST ? ITEM : sizes.pixels() * ITEM; }
 constexpr int CHUNK_INPUT_CHANNELS = CHUNK_WORDS * CHANNELS_PER_WORD;
 constexpr bool RAGGED_K = CI_GROUP % (CHUNK_WORDS * CHANNELS_PER_WORD) != 0;
 
-/// The packed weights of one chunk are one contiguous run.
+/// Copies the packed weights of one chunk, which are contiguous.
 template <int CHUNK_WEIGHT_WORDS>
 __device__ __forceinline__ void copy_weights(u32 to, const u32* from) {
   constexpr int VECTORS = CHUNK_WEIGHT_WORDS / 4;
@@ -19,6 +20,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const u32* from) {
   }
 }
 
+/// Writes zeros to WORDS words of shared memory.
 template <int WORDS>
 __device__ __forceinline__ void zero_shared(u32 to) {
   const u32 zeros[4] = {0, 0, 0, 0};

@@ -1,17 +1,17 @@
-// Transposed convolution, forward, on tensor cores: an implicit GEMM over a tile of the output and its halo of
-// the input.
+// Transposed convolution, forward, on tensor cores: an implicit GEMM over a tile of the output and the part of the input
+// that it reads, with its halo.
 //
-//   M = output channels: the packed weights (forward/implicit_gemm_pack.cu), one 16-byte load a fragment
-//   N = cells of STRIDE_H x STRIDE_W output pixels: 8 neighbours a fragment of the input tile, at any shift
-//   K = input channels, by chunks of CHUNK_WORDS words through a ring of STAGES stages in shared memory
+//   M = output channels: the packed weights (forward/implicit_gemm_pack.cu), one 16-byte load for each fragment
+//   N = positions of STRIDE_H x STRIDE_W outputs: a fragment is 8 neighbours in the input tile, at any shift
+//   K = input channels, in chunks of CHUNK_WORDS words, through a ring of STAGES stages in shared memory
 //
-// A block keeps the sums of PHASE_ROWS x PHASE_COLS phases (all of them up to stride 2) of its cells, so the
-// input is read once for all taps and output rows leave as whole rows. For one horizontal shift the fragments of
-// all rows of the halo are loaded once and serve every tap that has it.
+// A block keeps the sums of PHASE_ROWS x PHASE_COLS phases of its positions (of all phases up to stride 2). It therefore
+// reads the input once for all taps, and stores whole rows of outputs. For each horizontal shift it loads the fragments of
+// all rows of the halo once, and multiplies them with every tap of that shift.
 //
-// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
-// stride, padding, output padding, dilation, groups; sm_80 and up. forward/implicit_gemm.py says for which it pays.
-// Input: 16-byte aligned. PARTIAL: `output` is a workspace of float32 [sizes.splits, output], which
+// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel, stride,
+// padding, output padding, dilation, groups; sm_80 and later. forward/implicit_gemm.py decides where it is used.
+// The input is 16-byte aligned. PARTIAL: `output` is a workspace of float32 [sizes.splits, output], which
 // forward/implicit_gemm_split_k.cu adds up.
 #include "common/mma.cuh"
 #include "forward/implicit_gemm_taps.cuh"
@@ -24,24 +24,25 @@
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 
-/// Rows of halo that one warp's cells of an image reach.
+/// Rows of the halo that the positions of one warp and image read.
 constexpr int REACH = FRAGMENT_H * (WARP_ROWS - 1) + MAX_SHIFT_H - MIN_SHIFT_H + 1;
 
-/// Whether row `reach` of them is multiplied by a tap of this group.
+/// Whether row `reach` of them is multiplied by a tap of this phase group.
 __device__ constexpr bool row_used(int group_row, int reach) {
   for (int k = 0; k < KERNEL_H; ++k)
     for (int r = 0; r < WARP_ROWS; ++r)
       if (ROWS_AXIS.group(k) == group_row && r * FRAGMENT_H + ROWS_AXIS.shift(k) - MIN_SHIFT_H == reach) return true;
   return false;
 }
+/// Whether a tap of this phase group has this horizontal shift.
 __device__ constexpr bool shift_used(int group_col, int shift) {
   for (int k = 0; k < KERNEL_W; ++k)
     if (COLS_AXIS.group(k) == group_col && COLS_AXIS.shift(k) == shift) return true;
   return false;
 }
 
-/// Add one step of 8 words of k. `weights`: this lane's first word of the step's fragments; `input`: this
-/// lane's place in the fragment at the warp's first cell, all shifts least.
+/// Adds the products of one step of 8 words of k. `weights` is the address of this lane's first word of the step's fragments;
+/// `input` is this lane's address in the fragment of the warp's first position with the smallest shifts.
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
   static_for<MIN_SHIFT_W, MAX_SHIFT_W + 1>([&](auto shift) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
                   float(&sum)[4] = sums.at(PHASE, i, image, col, row);
                   const int reach = FIRST_ROW + row * FRAGMENT_H;
                   if constexpr (PARTS == 2) {
-                    // The multiplier truncates its sums; adding them here rounds to nearest, once for the three.
+                    // The multiplier truncates its sums. Adding the three here rounds to nearest, once.
                     float part[4] = {0.f, 0.f, 0.f, 0.f};
                     ptx::mma<PRECISION>(part, a, b_low[image][reach][col]);
                     ptx::mma<PRECISION>(part, a_low, b[image][reach][col]);
@@ -103,6 +104,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
   });
 }
 
+/// Computes one tile of one phase group and split.
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void forward_group(const Element* input, const u32* packed, const Epilogue& epilogue, Out* output,
                                               const Sizes& sizes, int block, int split, int group_row, int group_col) {
@@ -121,7 +123,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
   const int chunks = end_chunk - first_chunk;
 
-  InputFill fill(input, origin, group, first_chunk, sizes);
+  InputLoader loader(input, origin, group, first_chunk, sizes);
   const int phase_group = group_row * GROUP_COLS + group_col;
   const long long before = PHASE_GROUPS == 1 ? 0 : static_cast<long long>(taps_before(phase_group)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
   const u32* weights = packed + before + ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + first_chunk) * CHUNK_WEIGHTS;
@@ -133,13 +135,13 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   }
 
   if constexpr (THROUGH_REGISTERS) {
-    fill.load();
-    fill.store(input_stage(0));
-    if (chunks > 1) fill.load();
+    loader.load();
+    loader.store(input_stage(0));
+    if (chunks > 1) loader.load();
   } else {
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
-      if (s < chunks) fill.copy(input_stage(s));
+      if (s < chunks) loader.copy(input_stage(s));
   }
   ptx::wait_for_previous_launch();
 #pragma unroll
@@ -154,12 +156,13 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
   const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
-  // Of a fragment, a lane reads words t and t + 4 of pixel g (NCHW), or names 4 words of a pixel (channels_last).
+  // A lane reads words t and t + 4 of pixel g of a fragment (NCHW), or gives the address of 4 words of a pixel for ldmatrix
+  // (channels_last).
   const int g = INPUT_CHANNELS_LAST ? lane % 8 : lane / 4;
   const int word = INPUT_CHANNELS_LAST ? lane / 8 % 2 * 4 : lane % 4;
   const int lane_pixel = g / (FRAGMENT_W * FRAGMENT_H) * IMAGE_PITCH + g / FRAGMENT_W % FRAGMENT_H * ROW_PITCH + g % FRAGMENT_W;
   const u32 input_offset =
-      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
+      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEFT_PAD + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
   const u32 weight_offset = (warp_m * WARP_M_TILES * FRAGMENT_WORDS + lane * 4) * 4;
 
   Sums sums;
@@ -170,10 +173,10 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
     __syncthreads();
     const int next = chunk + STAGES - 1;
     if constexpr (THROUGH_REGISTERS) {
-      if (chunk + 1 < chunks) fill.store(input_stage(chunk + 1));
-      if (chunk + 2 < chunks) fill.load();
+      if (chunk + 1 < chunks) loader.store(input_stage(chunk + 1));
+      if (chunk + 2 < chunks) loader.load();
     } else {
-      if (next < chunks) fill.copy(input_stage(next));
+      if (next < chunks) loader.copy(input_stage(next));
     }
     if (next < chunks) copy_weights<CHUNK_WEIGHTS>(weight_stage(next), weights);
     weights += CHUNK_WEIGHTS;

@@ -1,25 +1,25 @@
-// Copies of one chunk of k into shared memory: the tile's input with its halo, and its packed weights.
+// Copies of one chunk of k to shared memory, for forward/implicit_gemm_mma.cu: the tile's input with its halo.
 //
-// Each thread keeps the offsets of its few places and adds a constant per chunk. Pixels outside the image are
-// never copied: their places are zeroed once, before the first chunk.
+// Each thread keeps the offsets of its few copies and adds a constant for each chunk. Pixels outside the image are never
+// copied: shared memory is zeroed once, before the first chunk.
 #pragma once
 
-/// 16-bit NCHW: a word of k joins two channels that lie apart, so the copy goes through registers.
+/// In NCHW of 16 bits, a word of k joins two channels that are not neighbours in memory, so the copy goes through registers.
 constexpr bool THROUGH_REGISTERS = IS_16_BIT && !INPUT_CHANNELS_LAST;
 
 constexpr int COPIED_ROWS = HALO_H, COPIED_COLS = HALO_W;
 #include "common/tile_copies.cuh"
 
-struct InputFill {
+struct InputLoader {
   const char* chunk;  // first channel of the next chunk of the tile's first image
-  int from[SLOTS];    // bytes from there, negative where there is nothing to copy
+  int from[SLOTS];    // bytes from there; negative where nothing is copied
   u32 to[SLOTS];      // bytes from the beginning of a stage
   int first_k;        // first word of k of this thread within a chunk (NCHW)
   int next_word;      // words of k before the next chunk
   int next_channel;   // bytes from one channel to the next
   u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * SLOT_WORDS : 1];
 
-  __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
+  __device__ __forceinline__ InputLoader(const Element* input, const Origin& origin, int group, int chunk_index,
                                        const Sizes& sizes) {
     next_channel = channel_bytes(sizes);
     const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
@@ -37,12 +37,12 @@ struct InputFill {
       int image, pixel;
       bool inside = place < COPIES;
       if constexpr (FLAT) {
-        const int cell = origin.image + w, in_batch = sizes.image_positions.quotient(cell);
+        const int position = origin.image + w, in_batch = sizes.image_positions.quotient(position);
         image = in_batch - first_image;
-        pixel = sizes.image_positions.remainder(cell, in_batch);
+        pixel = sizes.image_positions.remainder(position, in_batch);
         inside = inside && in_batch < sizes.batch;
       } else {
-        const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
+        const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEFT_PAD + w;
         image = n;
         pixel = row * sizes.width + col;
         inside = inside && row >= 0 && row < sizes.height && col >= 0 && col < sizes.width && origin.image + n < sizes.batch;
@@ -55,7 +55,7 @@ struct InputFill {
     chunk += first_k * CHANNELS_PER_WORD * next_channel;
   }
 
-  /// Start copying the next chunk to a stage.
+  /// Starts to copy the next chunk to a stage.
   __device__ __forceinline__ void copy(u32 stage) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -88,7 +88,7 @@ struct InputFill {
     advance();
   }
 
-  /// Start loading the next chunk into registers (16-bit NCHW).
+  /// Starts to load the next chunk into registers (NCHW of 16 bits).
   __device__ __forceinline__ void load() {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -105,7 +105,7 @@ struct InputFill {
     advance();
   }
 
-  /// Store the loaded chunk to a stage, two channels to a word.
+  /// Stores the loaded chunk to a stage, two channels in a word.
   __device__ __forceinline__ void store(u32 stage) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -134,7 +134,7 @@ struct InputFill {
     next_word += CHUNK_WORDS;
   }
 
-  /// COPY 16-bit elements, or zeros.
+  /// Loads COPY elements of 16 bits, or zeros where `real` is false.
   __device__ __forceinline__ static void load_halves(u32* words, const char* from, bool real) {
     if constexpr (COPY == 8) {
       const uint4 v = real ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{};

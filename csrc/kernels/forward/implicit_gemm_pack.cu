@@ -1,32 +1,29 @@
-// Weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order that forward/implicit_gemm_mma.cu,
-// forward/implicit_gemm_wgmma.cu and forward/implicit_gemm_tma.cu multiply from (forward/implicit_gemm_taps.cuh), rounded to TF32 where float32 is computed with. Runs
-// before every forward pass, so that packed weights are never stale, and lets the forward kernel start at once (it
-// waits for this one before it reads a weight).
+// Packs weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order from which the kernels
+// forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu multiply (forward/implicit_gemm_taps.cuh); float32 is rounded to TF32.
+// It runs before every forward pass, so that packed weights are never stale. It lets the forward kernel start at once, which
+// waits for this one before it reads a weight.
 //
-// OF_GRAD_INPUT: the gradient of the input is a convolution of the output's gradient, so what is read are weights
-// [out, in / groups, KERNEL_H, KERNEL_W] in the names of that convolution, with the taps backwards.
+// OF_GRAD_INPUT: the gradient of the input is a convolution of the output's gradient. It reads weights [out, in / groups,
+// KERNEL_H, KERNEL_W], in the names of that convolution, with the taps reversed.
 //
-// One thread writes 16 bytes. Neighbouring threads read neighbouring weights: each weight is read once, in whole
-// runs; each thread's loads are independent, so the kernel takes one trip to memory.
+// One thread writes 16 bytes. Neighbouring threads read neighbouring weights, so that each weight is read once, in whole
+// sectors. The loads of a thread are independent, so that the kernel waits for memory once.
 #include "common/mma.cuh"
+#include "common/raw.cuh"
 #include "forward/implicit_gemm_taps.cuh"
 
 using ptx::u32;
 
-// 16 bytes are, for wgmma, 4 words of k of one channel (2 such parts to a step); for mma.sync, 2 words of k (t and
-// t + 4) of the two channels in rows g and g + 8 (4 parts).
+// 16 bytes hold, for wgmma, 4 words of k of one channel (a step has 2 such parts); for mma.sync, 2 words of k (t and t + 4)
+// of the two channels in rows g and g + 8 (4 parts).
 constexpr int PARTS_OF_STEP = PLANES ? 2 : 4;
 constexpr int CHANNELS_OF_UNIT = PLANES ? 1 : 2;
 constexpr int UNITS = M_BLOCKS * BLOCK_M / CHANNELS_OF_UNIT;
 
-__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ u32 bits_of(Half x) { return x.bits; }
-__device__ __forceinline__ u32 bits_of(BFloat16 x) { return x.bits; }
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     forward_implicit_gemm_pack(const Element* __restrict__ weight, u32* __restrict__ packed) {
   ptx::let_next_launch_start();
-  // What neighbours in the weight comes first: its last dimension (channels_last: its channels), then the next.
+  // The innermost dimension of the weight comes first: its last one, or in channels_last its channels.
   constexpr int INNER = OF_GRAD_INPUT ? PARTS_OF_STEP * STEPS : UNITS, OUTER = OF_GRAD_INPUT ? UNITS : PARTS_OF_STEP * STEPS;
   const int i = blockIdx.x * THREADS + threadIdx.x;
   const int inner = WEIGHT_CHANNELS_LAST ? i % INNER : i / TAPS % INNER;
@@ -36,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int part = (OF_GRAD_INPUT ? inner : outer) % PARTS_OF_STEP, step = (OF_GRAD_INPUT ? inner : outer) / PARTS_OF_STEP;
   if (group >= GROUPS) return;
 
-  // The unit's first channel lies in row `row` (below 8 where the unit has two) of a tile of 16.
+  // The unit's first channel is row `row` of a tile of 16 (below 8 where the unit has two channels).
   const int m_block = unit / (BLOCK_M / CHANNELS_OF_UNIT), in_block = unit % (BLOCK_M / CHANNELS_OF_UNIT);
   const int tile = tile_of_unit<CHANNELS_OF_UNIT>(in_block), row = row_of_unit<CHANNELS_OF_UNIT>(in_block);
 
@@ -50,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int kh = STACK > 1 ? stacked_kernel_row(m / BLOCK_CHANNELS, tap_row) : tap_row;
     const auto value = [&](int ci) -> Element {
       if (ci >= CI_GROUP || channel >= CO_GROUP || kh < 0 || kh >= KERNEL_H) return Element{};
-      // The weight's first dimension, and its second and how long that is.
+      // The indices of the weight's first and second dimension, and the length of the second.
       const long long first = OF_GRAD_INPUT ? group * CO_GROUP + channel : group * CI_GROUP + ci;
       const int second = OF_GRAD_INPUT ? ci : channel;
       constexpr int SECOND = OF_GRAD_INPUT ? CI_GROUP : CO_GROUP;

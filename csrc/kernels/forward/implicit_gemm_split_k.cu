@@ -1,5 +1,5 @@
-// The output from the sum over splits of partial [splits, output], in the order of the splits, and the epilogue: the last step
-// of a pass whose sum over input channels is split.
+// Computes the output from `partial` [splits, output]: it adds up the splits in their order and applies the epilogue. It is
+// the last launch of a pass whose sum over input channels is split (split-K).
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/sizes.cuh"

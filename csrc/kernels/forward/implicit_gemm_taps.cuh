@@ -1,12 +1,13 @@
-// Which taps reach which outputs, at compile time; shared by forward/implicit_gemm_pack.cu and forward/implicit_gemm_mma.cu.
+// Which taps contribute to which outputs, at compile time, and the order of packed weights; shared by all kernels of the
+// forward implicit GEMM and by those of grad_input/ with stride 1.
 //
-// The output is cut into cells of STRIDE_H x STRIDE_W pixels. Output o = j * STRIDE + b is phase b of cell j, and
-// tap k reaches it from input j + shift(k) exactly when b = phase(k). A block computes PHASE_ROWS x PHASE_COLS
-// phases of its cells, a "phase group"; packed weights are ordered by group, then by tap within the group.
+// A position stands for STRIDE_H x STRIDE_W outputs, one of each phase: output o = j * STRIDE + b is phase b of position j.
+// Tap k contributes to it from input j + shift(k) exactly when b = phase(k). A block computes PHASE_ROWS x PHASE_COLS phases
+// of its positions, a "phase group". Packed weights are ordered by phase group, then by tap within the group.
 //
-// STACK > 1 (few output channels, DILATION_H 1): a cell is STACK rows high, a multiple of STRIDE_H, and a block of M
-// is [row v of the cell][channel], so that 32 channels fill 64 rows of a multiply. Each shift of the input by rows is
-// then one "tap", and row v of it holds kernel row v + PADDING_H - STRIDE_H * shift, or zeros where there is none.
+// STACK > 1 (few output channels, DILATION_H 1): a position is STACK rows high, a multiple of STRIDE_H, and a block of M is
+// [row v of the position][channel], so that 32 channels fill 64 rows of a multiply. Each shift of the input by rows is then
+// one "tap", whose row v holds kernel row v + PADDING_H - STRIDE_H * shift, or zeros where the kernel has no such row.
 //
 // Constants, from the plan: KERNEL_*, STRIDE_*, PADDING_*, DILATION_*, PHASE_ROWS, PHASE_COLS, STACK.
 #pragma once
@@ -22,30 +23,30 @@ struct Axis {
   __device__ constexpr int shift(int k) const { return (phase(k) + padding - k * dilation) / stride; }
   __device__ constexpr int group(int k) const { return phase(k) / group_phases; }
   __device__ constexpr int groups() const { return stride / group_phases; }
-  /// Taps of a group.
+  /// The number of taps of a group.
   __device__ constexpr int count(int g) const {
     int n = 0;
     for (int k = 0; k < kernel; ++k) n += group(k) == g;
     return n;
   }
-  /// Place of tap k among the taps of its group.
+  /// The index of tap k among the taps of its group.
   __device__ constexpr int rank(int k) const {
     int n = 0;
     for (int i = 0; i < k; ++i) n += group(i) == group(k);
     return n;
   }
   __device__ constexpr int min_shift() const {
-    int least = shift(0);
-    for (int k = 1; k < kernel; ++k) least = shift(k) < least ? shift(k) : least;
-    return least;
+    int found = shift(0);
+    for (int k = 1; k < kernel; ++k) found = min_of(found, shift(k));
+    return found;
   }
   __device__ constexpr int max_shift() const {
-    int most = shift(0);
-    for (int k = 1; k < kernel; ++k) most = shift(k) > most ? shift(k) : most;
-    return most;
+    int found = shift(0);
+    for (int k = 1; k < kernel; ++k) found = max_of(found, shift(k));
+    return found;
   }
-  /// Whether every group has the same taps, so that one code serves them all: tap of equal rank, equal shift and
-  /// equal place of the phase in its group.
+  /// Whether all groups have the same taps, so that the same code computes them: taps of equal rank have equal shifts, and
+  /// their phases have equal indices within their groups.
   __device__ constexpr bool uniform() const {
     for (int g = 1; g < groups(); ++g)
       if (count(g) != count(0)) return false;
@@ -60,14 +61,14 @@ struct Axis {
 
 constexpr int STACK_MAX_SHIFT = floor_div(STACK - 1 + PADDING_H, STRIDE_H);
 constexpr int STACK_MIN_SHIFT = -floor_div(KERNEL_H - 1 - PADDING_H, STRIDE_H);
-/// Kernel row in row v of the cell of stacked tap `tap`; outside the kernel where there is none.
+/// The kernel row of stacked tap `tap` in row v of a position; outside the kernel where there is none.
 __device__ constexpr int stacked_kernel_row(int v, int tap) {
   return v + PADDING_H - STRIDE_H * (STACK_MAX_SHIFT - tap);
 }
 
-/// Height of a cell, in the output and in the input.
-constexpr int CELL_ROWS = STACK > 1 ? STACK : STRIDE_H;
-constexpr int CELL_INPUT_ROWS = STACK > 1 ? STACK / STRIDE_H : 1;
+/// The height of a position, in rows of the output and of the input.
+constexpr int POSITION_ROWS = STACK > 1 ? STACK : STRIDE_H;
+constexpr int POSITION_INPUT_ROWS = STACK > 1 ? STACK / STRIDE_H : 1;
 static_assert(STACK == 1 || (STACK % STRIDE_H == 0 && DILATION_H == 1 && PHASE_ROWS == 1 && PLANES));
 
 constexpr Axis ROWS_AXIS =
@@ -81,7 +82,7 @@ constexpr int PHASE_GROUPS = GROUP_ROWS * GROUP_COLS;
 __device__ constexpr int group_taps(int group) {
   return ROWS_AXIS.count(group / GROUP_COLS) * COLS_AXIS.count(group % GROUP_COLS);
 }
-/// Taps of all groups before this one.
+/// The number of taps of all groups before this one.
 __device__ constexpr int taps_before(int group) {
   int n = 0;
   for (int g = 0; g < group; ++g) n += group_taps(g);
@@ -109,20 +110,20 @@ constexpr int CHUNKS = (CI_WORDS + CHUNK_WORDS - 1) / CHUNK_WORDS;
 constexpr int CHUNK_STEPS = CHUNK_WORDS / STEP_WORDS;
 constexpr int STEPS = CHUNKS * CHUNK_STEPS;
 
-/// Words of one tap of one step for one block of channels.
+/// Words of the weights of one tap and step, for one block of channels.
 constexpr int TAP_WORDS = PARTS * BLOCK_M_TILES * FRAGMENT_WORDS;
 
-/// Channel, counted within its block (with STACK, [v][channel]), that lies in row `row` of tile `tile`. With PAIRED_ROWS
-/// (channels_last outputs of packed weights) the rows that one lane holds (row g and g + 8 of each of its warp's tiles)
-/// are neighbours, so that it stores vectors.
+/// The channel, counted within its block (with STACK, [v][channel]), of row `row` of tile `tile`. With PAIRED_ROWS
+/// (channels_last outputs of packed weights) the rows of one lane (g and g + 8 of each of its warp's tiles) are neighbouring
+/// channels, so that it stores vectors.
 __device__ constexpr int channel_of_row(int tile, int row) {
   const int warp = tile / WARP_M_TILES, i = tile % WARP_M_TILES;
   return PAIRED_ROWS ? warp * WARP_M_TILES * 16 + (row % 8) * 2 * WARP_M_TILES + i * 2 + row / 8
                               : tile * 16 + row;
 }
 
-/// The inverse: which tile and which row hold channel `unit` of the block, or (of rows below 8) which hold the
-/// `unit`-th pair of channels in rows g and g + 8.
+/// The inverse: the tile and the row of channel `unit` of the block; or, with two CHANNELS, of the `unit`-th pair of channels
+/// in rows g and g + 8.
 template <int CHANNELS>
 __device__ constexpr int tile_of_unit(int unit) {
   constexpr int WARP_UNITS = WARP_M_TILES * 16 / CHANNELS;

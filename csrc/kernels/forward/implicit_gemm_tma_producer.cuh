@@ -1,25 +1,26 @@
-// Copies of one chunk of k of a tile's input by the copy engine, for forward/implicit_gemm_tma.cu: boxes of rows of CHUNK_WORDS words,
-// [pixel][k] with a swizzle as long as a row. Outside the image, and past the last channel of a group, are zeros.
+// Loads of one chunk of k of a tile's input by the copy engine, for forward/implicit_gemm_tma.cu: boxes of rows of CHUNK_WORDS
+// words, [pixel][k] with a swizzle as long as a row. The copy engine writes zeros for what lies outside the image or behind
+// the last channel of a group.
 //
-// The tensor, innermost first: channel of the group, column, row, image, group; with FLAT channel, pixel, group; with
-// PIXEL_BOXES pixel, channel, image.
+// The dimensions of the tensor map of the input, innermost first: channel of the group, column, row, image, group; with FLAT
+// channel, pixel, group; with PIXEL_MAJOR pixel, channel, image.
 #pragma once
 
-/// At most 256 of a dimension come at once.
+/// Pixels of a box of a FLAT input; a dimension of a box has at most 256 elements.
 constexpr int FLAT_BOX = TILE_W / ceil_div(TILE_W, 256);
 static_assert(TILE_W % FLAT_BOX == 0);
 constexpr int BOX_PIXELS = NARROW ? SHIFTS * TILE_N * HALO_H * TILE_W : HALO_PIXELS;
 
-struct BoxFill {
+struct TmaInputLoader {
   int channel, col, row, image, group;
 
-  __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
+  __device__ __forceinline__ void set_tile(const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
     channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
     col = origin.col + MIN_SHIFT_W;
-    row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H;
+    row = origin.row * POSITION_INPUT_ROWS + MIN_SHIFT_H;
     image = origin.image;
     this->group = group;
-    if constexpr (PIXEL_BOXES) {
+    if constexpr (PIXEL_MAJOR) {
       channel += group * CI_GROUP;
       image = sizes.image_positions.quotient(origin.image);
       col = sizes.image_positions.remainder(origin.image, image);
@@ -29,7 +30,7 @@ struct BoxFill {
 
   __device__ __forceinline__ void copy(u32 to, const TensorMap& input, u32 barrier) const {
     constexpr u32 PIXEL = CHUNK_WORDS * 4;
-    if constexpr (PIXEL_BOXES) {
+    if constexpr (PIXEL_MAJOR) {
 #pragma unroll
       for (int first = 0; first < TILE_W; first += BOX_ROW_PIXELS)
         ptx::tma_load(to + first * PIXEL, input, col + first, channel, image, barrier);

@@ -1,24 +1,22 @@
-// Forward of narrow problems in float32 arithmetic (FFMA): few output channels (RGB heads), depthwise and narrow
-// groups, phases with few or no taps (dilation, stride larger than the kernel). Any geometry is right; the plan
-// takes those that memory bounds. Storage float, Half or BFloat16; NCHW and channels_last; weights in either
-// layout, as they lie.
+// Forward of narrow problems in float32 arithmetic (FFMA): few output channels (RGB heads), depthwise and narrow groups, phases
+// with few or no taps (dilation, stride larger than the kernel). It computes any geometry; the plan uses it for those that
+// memory bounds. Elements are float, Half or BFloat16; NCHW and channels_last; weights in either layout, which are not packed.
 //
 //   output[n, co, oh, ow] = the epilogue of the sum over ci in the group of co, and kh, kw, with
 //       oh + PADDING_H - kh * DILATION_H = STRIDE_H * ih, 0 <= ih < HEIGHT (and the same horizontally)
 //       of input[n, ci, ih, iw] * weight[ci, co, kh, kw]
 //
-// The output is cut into cells of STRIDE_H x STRIDE_W pixels: pixel (phase_h, phase_w) of cell (i, j) reads the
-// inputs (i + a, j + b), where (a, b) depends on the phase and the tap alone. A tile is a rectangle of cells of
-// BLOCK_IMAGES images and BLOCK_CHANNELS output channels (of one group, or of BLOCK_GROUPS whole groups). A block
-// walks down `repeat` tiles, which share their weights; it brings CHUNK input channels at a time, with their halo,
-// to shared memory as float32, the next ones while it computes: by cp.async (ASYNC: float, sm_80), else through
-// registers. LOAD elements travel together: neighbours in a row, whose length LOAD divides, or in channels_last channels of
-// a pixel.
-// A thread owns THREAD_ROWS x THREAD_COLUMNS cells, THREAD_CHANNELS channels, and of each cell
+// A position stands for STRIDE_H x STRIDE_W outputs: output (phase_h, phase_w) of position (i, j) reads the inputs (i + a,
+// j + b), where (a, b) depends only on the phase and the tap. A tile is a rectangle of positions of BLOCK_IMAGES images and
+// BLOCK_CHANNELS output channels (of one group, or of BLOCK_GROUPS whole groups). A block computes a segment of tiles that lie
+// below each other and share their weights. It loads CHUNK input channels at a time, with their halo, to shared memory as
+// float32, and the next ones while it computes: by cp.async (ASYNC: float, sm_80), else through registers. A load has LOAD
+// elements: neighbours in a row, whose length LOAD divides, or in channels_last channels of a pixel.
+// A thread computes THREAD_ROWS x THREAD_COLUMNS positions, THREAD_CHANNELS channels, and of each position
 //   PHASES_H = STRIDE_H: all rows; 1: one row, the same in the whole block;
-//   PHASES_W = STRIDE_W: all columns; 1: one column, consecutive threads having consecutive columns.
-// Its columns of cells lie side by side where ADJACENT, else LANES_W apart. Threads of a block, fastest first:
-//   LANES_C channel slices, STRIDE_W / PHASES_W columns of a cell, LANES_W cells, SLICES_C more channel slices,
+//   PHASES_W = STRIDE_W: all columns; 1: one column, where consecutive threads have consecutive columns.
+// Its columns of positions are neighbours with ADJACENT, else at a distance of LANES_W. Threads of a block, fastest first:
+//   LANES_C channel slices, STRIDE_W / PHASES_W columns of a position, LANES_W positions, SLICES_C more channel slices,
 //   LANES_H rows of threads, BLOCK_IMAGES images.
 #include "common/epilogue.cuh"
 #include "forward/narrow_ffma_access.cuh"
@@ -32,9 +30,9 @@ constexpr int TILES_GROUP = ceil_div(GROUPS, BLOCK_GROUPS);
 constexpr int CHUNKS = ceil_div(CI_GROUP, CHUNK);
 static_assert(BLOCK_GROUPS == 1 || (CHUNKS == 1 && BLOCK_CO == CO_GROUP), "whole groups only");
 
-// The input tile in shared memory lies as the tensor does. In channels_last, where neighbouring threads read
-// neighbouring pixels, these lie an odd number of READ words apart, to meet different banks; READ channels are read
-// at a time.
+// The input tile in shared memory has the layout of the tensor. In channels_last, where neighbouring threads read neighbouring
+// pixels, the distance of two pixels is an odd number of READ words, so that they lie in different banks. A thread reads READ
+// channels at a time.
 constexpr int INPUT_H = LANES_H * THREAD_ROWS + (ALL_H ? Vertical::SPAN : (Vertical::COUNT - 1) * Vertical::REACH);
 constexpr int INPUT_C = BLOCK_GROUPS * CHUNK;
 constexpr int LOAD_W = CHANNELS_LAST ? 1 : LOAD, LOAD_C = CHANNELS_LAST ? LOAD : 1;
@@ -54,21 +52,21 @@ static_assert(INPUT_C % LOAD_C == 0 && CHUNK % READ == 0);
 static_assert(LOAD == 1 || (CHANNELS_LAST ? CI_GROUP * BLOCK_GROUPS % LOAD == 0 && IN_CHANNELS % LOAD == 0
                                           : LANES_W * THREAD_COLUMNS % LOAD == 0));
 
-// The weight tile: [ci][vertical tap][horizontal tap][channel slice], a slice rounded up to whole vectors. Where
-// threads side by side read different taps, these are an odd number of vectors apart (banks again).
+// The weight tile: [ci][vertical tap][horizontal tap][channel slice], where a slice is rounded up to whole vectors. Where
+// neighbouring threads read different taps, the distance of two taps is an odd number of vectors, for the banks, too.
 constexpr int VECTOR = THREAD_CHANNELS > 2 ? 4 : THREAD_CHANNELS;
 constexpr int SLICE = ceil_div(THREAD_CHANNELS, VECTOR) * VECTOR;
 constexpr int SLICES = LANES_C * SLICES_C;
 constexpr int TAP = SLICES * SLICE + (!ALL_W && SLICES * SLICE / VECTOR % 2 == 0 ? VECTOR : 0);
 constexpr int WEIGHT_ROWS = ALL_H ? KERNEL_H : Vertical::COUNT;
 constexpr int WEIGHT_CI = WEIGHT_ROWS * KERNEL_W * TAP;  // of one input channel
-// All of them stay for the whole walk where RESIDENT, else each chunk brings its own.
+// With RESIDENT all weights stay in shared memory; else the weights of each chunk are loaded with it.
 constexpr int WEIGHT_CHANNELS = RESIDENT ? CHUNKS * CHUNK : CHUNK;
 constexpr int WEIGHT_TILE = WEIGHT_CHANNELS * WEIGHT_CI;
 constexpr int WEIGHT_BUFFERS = ASYNC && !RESIDENT ? 2 : 1;
 
 constexpr int SUMS = PHASES_H * THREAD_ROWS * THREAD_COLUMNS * PHASES_W * THREAD_CHANNELS;
-constexpr int WINDOW = THREAD_ROWS + INPUT_H - LANES_H * THREAD_ROWS;  // input rows that a thread reads
+constexpr int WINDOW = THREAD_ROWS + INPUT_H - LANES_H * THREAD_ROWS;  // input rows of a thread
 
 struct InputVector {
   int image, channel, row, column;
@@ -83,13 +81,13 @@ __device__ __forceinline__ InputVector input_vector(unsigned v) {
   return {(int)digits.rest, channel, row, column};
 }
 
-// Offset of element [n, c, h, w] of images of C channels and height x width pixels.
+// The offset of element [n, c, h, w] of images of C channels and height x width pixels.
 template <int C>
 __device__ __forceinline__ Index activation(Index n, int c, int h, int w, int height, int width) {
   return CHANNELS_LAST ? ((n * height + h) * width + w) * C + c : ((n * C + c) * height + h) * width + w;
 }
 
-// Where vector v of the tile lies in shared memory.
+// The offset of vector v of the tile in shared memory.
 __device__ __forceinline__ int shared_place(unsigned v) {
   return CHANNELS_LAST ? v / VECTORS_C * PIXEL + v % VECTORS_C * LOAD : v * LOAD;
 }
@@ -102,20 +100,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   float* const tiles_x = reinterpret_cast<float*>(shared);
   float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;
 
-  // What the block owns. Blocks that read the same input run side by side. Rows of a cell come last: with few taps or
-  // none they are quickly done, and would keep half the multiprocessors idle if they alternated with the others.
+  // The block's tiles. Blocks that read the same input are neighbours. The rows of a position vary slowest: those with few taps
+  // or none take little time, and would leave half of the multiprocessors idle if they alternated with the others.
   Digits block{blockIdx.x};
   const int co0 = block.next(TILES_CO) * BLOCK_CO;
   const int group0 = block.next(TILES_GROUP) * BLOCK_GROUPS;
-  const int walk_rest = sizes.across.quotient(block.rest);
-  const int cell_w0 = sizes.across.remainder(block.rest, walk_rest) * (LANES_W * THREAD_COLUMNS);
-  const int block_phase_h = sizes.segments.quotient(walk_rest);
-  const int tile0 = sizes.segments.remainder(walk_rest, block_phase_h) * sizes.segment_tiles;
+  const int down_rest = sizes.across.quotient(block.rest);
+  const int position_w0 = sizes.across.remainder(block.rest, down_rest) * (LANES_W * THREAD_COLUMNS);
+  const int block_phase_h = sizes.segments.quotient(down_rest);
+  const int tile0 = sizes.segments.remainder(down_rest, block_phase_h) * sizes.segment_tiles;
   const int tiles = sizes.segment_tiles < sizes.all_tiles - tile0 ? sizes.segment_tiles : sizes.all_tiles - tile0;
   const int batch = sizes.batch, height = sizes.height, width = sizes.width;
   const Phase block_taps_h = Vertical::phase(block_phase_h);
 
-  // What the thread owns.
+  // The thread's outputs.
   Digits thread{threadIdx.x};
   const int lane_c = thread.next(LANES_C);
   const int thread_phase_w = thread.next(STRIDE_W / PHASES_W);
@@ -128,11 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   constexpr int LANE_STEP = ADJACENT ? THREAD_COLUMNS : 1, COLUMN_STEP = ADJACENT ? 1 : LANES_W;
 
   const int channel0 = group0 * CI_GROUP;
-  const int column0 = cell_w0 + Horizontal::LOWEST - SHIFT;
+  const int column0 = position_w0 + Horizontal::LOWEST - SHIFT;
   const int row_shift = ALL_H ? Vertical::LOWEST : block_taps_h.origin - (Vertical::COUNT - 1) * Vertical::REACH;
 
-  // The input vectors this thread brings: where they lie, counted from the tile's first element; none where the tile
-  // leaves the input to the left or right.
+  // The input vectors that this thread loads: their offsets from the tile's first element; none for vectors to the left or
+  // right of the image.
   constexpr Index NONE = -1;
   Index places[LOADS];
   int rows[LOADS];
@@ -145,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     places[i] = inside ? activation<IN_CHANNELS>(at.image, at.channel, at.row, at.column, height, width) : NONE;
     rows[i] = at.row;
   }
-  Pack<LOAD> ahead[ASYNC ? 1 : LOADS];
+  Pack<LOAD> prefetched[ASYNC ? 1 : LOADS];
 
-  // Start to bring a chunk of a tile, to `buffer` (ASYNC) or to `ahead`.
+  // Starts to load a chunk of a tile, to `buffer` (ASYNC) or to `prefetched`.
   const auto fetch_input = [&](int tile, int chunk, float* buffer) {
     const int images = sizes.down.quotient(tile), n = images * BLOCK_IMAGES;
     const int row0 = sizes.down.remainder(tile, images) * (LANES_H * THREAD_ROWS) + row_shift;
@@ -164,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (VECTORS % THREADS == 0 || v < VECTORS)
           copy_async<LOAD>(buffer + shared_place(v), inside ? corner + places[i] : input, inside);
       } else {
-        ahead[i] = inside ? *reinterpret_cast<const Pack<LOAD>*>(corner + places[i]) : Pack<LOAD>{};
+        prefetched[i] = inside ? *reinterpret_cast<const Pack<LOAD>*>(corner + places[i]) : Pack<LOAD>{};
       }
     }
   };
@@ -236,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int j = 0; j < LOAD; j += N) {
               float values[N];
 #pragma unroll
-              for (int k = 0; k < N; ++k) values[k] = load_as(ahead[i].elements[j + k]);
+              for (int k = 0; k < N; ++k) values[k] = load_as(prefetched[i].elements[j + k]);
               write_vector<N>(tiles_x + shared_place(v) + j, values);
             }
           }
@@ -250,7 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           tiles_w + (RESIDENT ? chunk * CHUNK * WEIGHT_CI : ASYNC ? buffer * WEIGHT_TILE : 0) + thread_w;
       buffer ^= 1;
 
-      // Long sums in two levels, PARTIAL channels in the lower: the rounding errors stay as small as PyTorch's.
+      // Long sums are added up in two levels, from partial sums of PARTIAL channels: their rounding errors are as small as
+      // PyTorch's.
       float part[PHASES_H][THREAD_ROWS][THREAD_COLUMNS][PHASES_W][THREAD_CHANNELS] = {};
       auto& into = PARTIAL ? part : sum;
 #pragma unroll 1
@@ -263,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           for (int tap_w = 0; tap_w < Horizontal::COUNT; ++tap_w) {
             const Phase taps_w = ALL_W ? Horizontal::phase(phase_w) : thread_taps_w;
             if (!(Horizontal::FULL && !ALL_W) && tap_w >= taps_w.count) continue;
-            // Relative to thread_x and thread_w, which hold what only the thread knows.
+            // These are relative to thread_x and thread_w, which depend on the thread.
             const int shift = (ALL_W ? taps_w.origin - Horizontal::LOWEST : 0) - tap_w * Horizontal::REACH;
             const int kw = (ALL_W ? taps_w.first : 0) + tap_w * Horizontal::STEP;
 #pragma unroll
@@ -310,34 +309,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
     }
 
-    // Out it goes: in runs of elements that lie side by side in memory.
+    // Stores segments of outputs that are neighbours in memory.
     const int out_height = sizes.out_height, out_width = sizes.out_width;
     const int images = sizes.down.quotient(tile), n = images * BLOCK_IMAGES + image;
-    const int cell_h0 = sizes.down.remainder(tile, images) * (LANES_H * THREAD_ROWS) + lane_h * THREAD_ROWS;
+    const int position_h0 = sizes.down.remainder(tile, images) * (LANES_H * THREAD_ROWS) + lane_h * THREAD_ROWS;
     if (n >= batch || group >= GROUPS || co >= CO_GROUP) continue;
     Element* const image_output = output + n * ((long long)OUT_CHANNELS * out_height * out_width);
 #pragma unroll
     for (int row = 0; row < THREAD_ROWS; ++row) {
 #pragma unroll
       for (int phase_h = 0; phase_h < PHASES_H; ++phase_h) {
-        const int oh = (cell_h0 + row) * STRIDE_H + block_phase_h + phase_h;
+        const int oh = (position_h0 + row) * STRIDE_H + block_phase_h + phase_h;
         if (oh >= out_height) continue;
 #pragma unroll
-        for (int first = 0; first < THREAD_COLUMNS * PHASES_W; first += RUN_COLUMNS) {
-          const int cell = cell_w0 + lane_w * LANE_STEP + first / PHASES_W * COLUMN_STEP;
-          const int ow = cell * STRIDE_W + thread_phase_w + first % PHASES_W;
+        for (int first = 0; first < THREAD_COLUMNS * PHASES_W; first += SEGMENT_COLUMNS) {
+          const int position = position_w0 + lane_w * LANE_STEP + first / PHASES_W * COLUMN_STEP;
+          const int ow = position * STRIDE_W + thread_phase_w + first % PHASES_W;
           Element* const to = image_output +
                               activation<OUT_CHANNELS>(0, group * CO_GROUP + co, oh, ow, out_height, out_width);
 #pragma unroll
-          for (int c0 = 0; c0 < THREAD_CHANNELS; c0 += RUN_CHANNELS) {
-            float run[RUN];
+          for (int c0 = 0; c0 < THREAD_CHANNELS; c0 += SEGMENT_CHANNELS) {
+            float segment[SEGMENT];
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) {
-              const int column = (first + i / RUN_CHANNELS) / PHASES_W, phase_w = (first + i / RUN_CHANNELS) % PHASES_W;
-              const int c = c0 + i % RUN_CHANNELS;
-              run[i] = apply_epilogue(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
+            for (int i = 0; i < SEGMENT; ++i) {
+              const int column = (first + i / SEGMENT_CHANNELS) / PHASES_W, phase_w = (first + i / SEGMENT_CHANNELS) % PHASES_W;
+              const int c = c0 + i % SEGMENT_CHANNELS;
+              segment[i] = apply_epilogue(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
             }
-            store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)out_height * out_width), run, out_width - ow,
+            store_segment(to + c0 * (CHANNELS_LAST ? 1 : (Index)out_height * out_width), segment, out_width - ow,
                       CO_GROUP - co - c0);
           }
         }

@@ -1,5 +1,5 @@
-// The memory accesses of the narrow forward kernel, from the constants a plan gives
-// (common/layer.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
+// The memory accesses of forward/narrow_ffma.cu. They depend on the constants of a layer (common/layer.cuh) and of the thread's
+// tile: PHASES_*, THREAD_*, ADJACENT.
 #pragma once
 #include "common/phases.cuh"
 #include "common/tile_index.cuh"
@@ -20,8 +20,8 @@ __device__ __forceinline__ void read_vector(float* to, const float* from) {
   }
 }
 
-// N floats to shared memory, in the background; zeros where not `inside`, and `from` is then not read. On older GPUs
-// no plan asks for it.
+// Copies N floats to shared memory asynchronously, or zeros where `inside` is false; `from` is then not read. No plan uses it on
+// GPUs before sm_80.
 template <int N, class T>
 __device__ __forceinline__ void copy_async(float* to, const T* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
@@ -56,34 +56,34 @@ __device__ __forceinline__ void write_vector(float* to, const float* from) {
     *to = *from;
 }
 
-// A run: elements of a thread that lie side by side in the output, RUN_COLUMNS pixels of RUN_CHANNELS channels.
-constexpr int RUN_CHANNELS = CHANNELS_LAST ? THREAD_CHANNELS : 1;
-constexpr int RUN_COLUMNS =
-    ALL_W && RUN_CHANNELS == (CHANNELS_LAST ? OUT_CHANNELS : 1) ? (ADJACENT ? THREAD_COLUMNS : 1) * PHASES_W : 1;
-constexpr int RUN = RUN_COLUMNS * RUN_CHANNELS;
+// A segment: elements of a thread that are neighbours in the output, SEGMENT_COLUMNS pixels of SEGMENT_CHANNELS channels.
+constexpr int SEGMENT_CHANNELS = CHANNELS_LAST ? THREAD_CHANNELS : 1;
+constexpr int SEGMENT_COLUMNS =
+    ALL_W && SEGMENT_CHANNELS == (CHANNELS_LAST ? OUT_CHANNELS : 1) ? (ADJACENT ? THREAD_COLUMNS : 1) * PHASES_W : 1;
+constexpr int SEGMENT = SEGMENT_COLUMNS * SEGMENT_CHANNELS;
 
-// Widest store, in elements, that fits the run and the alignment of every run's first element. Output rows are multiples of
-// OUT_ROW_MULTIPLE.
+// The elements of the widest store that fits a segment and the alignment of each segment's first element. The columns of the
+// output are a multiple of OUT_ROW_MULTIPLE.
 constexpr int store_width() {
   int width = 1;
-  const int pitch = !CHANNELS_LAST ? OUT_ROW_MULTIPLE : RUN_COLUMNS > 1 ? OUT_ROW_MULTIPLE * OUT_CHANNELS : CO_GROUP;
-  while (2 * width * sizeof(Element) <= 16 && RUN % (2 * width) == 0 && pitch % (2 * width) == 0) width *= 2;
+  const int pitch = !CHANNELS_LAST ? OUT_ROW_MULTIPLE : SEGMENT_COLUMNS > 1 ? OUT_ROW_MULTIPLE * OUT_CHANNELS : CO_GROUP;
+  while (2 * width * sizeof(Element) <= 16 && SEGMENT % (2 * width) == 0 && pitch % (2 * width) == 0) width *= 2;
   return width;
 }
-// Store the part of a run that lies inside the output: `columns` pixels and `channels` channels are left there.
-__device__ __forceinline__ void store_run(Element* to, const float (&run)[RUN], int columns, int channels) {
+// Stores the part of a segment that lies inside the output, which has `columns` more pixels and `channels` more channels.
+__device__ __forceinline__ void store_segment(Element* to, const float (&segment)[SEGMENT], int columns, int channels) {
   constexpr int N = store_width();
-  if (columns >= RUN_COLUMNS && channels >= RUN_CHANNELS) {
+  if (columns >= SEGMENT_COLUMNS && channels >= SEGMENT_CHANNELS) {
 #pragma unroll
-    for (int i = 0; i < RUN; i += N) {
+    for (int i = 0; i < SEGMENT; i += N) {
       Pack<N> pack;
 #pragma unroll
-      for (int j = 0; j < N; ++j) pack.elements[j] = store_as<Element>(run[i + j]);
+      for (int j = 0; j < N; ++j) pack.elements[j] = store_as<Element>(segment[i + j]);
       *reinterpret_cast<Pack<N>*>(to + i) = pack;
     }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < RUN; ++i)
-    if (i / RUN_CHANNELS < columns && i % RUN_CHANNELS < channels) to[i] = store_as<Element>(run[i]);
+  for (int i = 0; i < SEGMENT; ++i)
+    if (i / SEGMENT_CHANNELS < columns && i % SEGMENT_CHANNELS < channels) to[i] = store_as<Element>(segment[i]);
 }

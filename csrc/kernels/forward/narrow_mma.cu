@@ -1,18 +1,18 @@
-// Forward of narrow problems on tensor cores (mma.sync): few output channels (RGB heads), narrow groups, strides
-// larger than the kernel, cells of many pixels. Phases and channels are stacked into the rows of one product
-// (forward/narrow_mma_layout.cuh), so that a tile of 16 is filled where no single phase could.
+// Forward of narrow problems on tensor cores (mma.sync): few output channels (RGB heads), narrow groups, strides larger than
+// the kernel, large strides. Phases and channels are stacked into the rows of one product (forward/narrow_mma_layout.cuh), so
+// that they fill tiles of 16 rows, which the channels of a single phase would not.
 //
-// Covers: float16, bfloat16, float32 (IEEE: six products of BFloat16 parts); NCHW and channels_last; any kernel,
-// stride, padding, output padding, dilation, groups, told at the launch how large the images are; sm_80 and up.
-// forward/narrow_mma.py says for which it pays.
+// Covers: float16, bfloat16, float32 (IEEE: six products of BFloat16 parts); NCHW and channels_last; any kernel, stride,
+// padding, output padding, dilation, groups; images of any size, which is an argument of the launch; sm_80 and later.
+// forward/narrow_mma.py decides where it is used.
 //
-// A tile is TILE_H x TILE_W cells of one image, all groups and channels. A block computes one pass of every
-// `walks`-th tile; it brings a tile's input with its halo to shared memory as words (a channel, or two of 16 bits),
-// [word][pixel] in NCHW and [pixel][word] in channels_last. A unit of a warp is one tile of M times UNIT_ROWS
-// rows of UNIT_COLS x 8 cells; for one pair of halves it loads the input of all its vertical taps once. The sums go
-// to shared memory as elements, and leave in whole lines, with the epilogue of 0 in the pixels that no tap reaches (written
-// there once), or with DIRECT from the registers. RESIDENT: the pass's weights stay in shared memory, else they are
-// read from the caches.
+// A tile is TILE_H x TILE_W positions of one image, with all groups and channels. A position stands for STRIDE_H x STRIDE_W
+// outputs. A block computes one pass of every `tile_stride`-th tile. It loads a tile's input with its halo to shared memory as
+// 32-bit words (a channel, or two of 16 bits), [word][pixel] in NCHW and [pixel][word] in channels_last. A unit of a warp is
+// one tile of M times UNIT_ROWS rows of UNIT_COLS x 8 positions; for each pair of halves of K a warp loads the input of all
+// vertical taps once. The sums go to shared memory as elements and are stored in whole lines, with the epilogue of 0 in the
+// pixels that no tap contributes to (written there once); with DIRECT they are stored from registers. RESIDENT: the weights of
+// the pass stay in shared memory; elsewhere they are read through the caches.
 #include "common/mma.cuh"
 #include "forward/narrow_mma_layout.cuh"
 #include "common/sizes.cuh"
@@ -47,7 +47,7 @@ __device__ constexpr bool row_used(int i) {
   return false;
 }
 
-/// Two channels of a pixel, in float32.
+/// Loads two channels of a pixel, in float32, and splits them into parts.
 __device__ __forceinline__ void load_parts(u32 (&b)[PARTS], u32 at) {
   if constexpr (CHANNELS_LAST) {
     const float2 pair = ptx::load_shared_pair(at);
@@ -57,11 +57,12 @@ __device__ __forceinline__ void load_parts(u32 (&b)[PARTS], u32 at) {
   }
 }
 
-/// One pair of halves of a unit's input. `first`, `second`: this lane's places in the unit's first fragment of each.
-/// Without a second half its words are zeros.
+/// Loads one pair of halves of a unit's input. `first` and `second` are this lane's addresses in the unit's first fragment of
+/// each half. If there is no second half, its words are zeros.
 __device__ __forceinline__ void load_window(Window& b, u32 first, u32 second, bool has_second) {
-  // ldmatrix: lane 8m + r names a pixel of matrix m, half m % 2 of fragment m / 2, a neighbouring column's.
-  const u32 named = threadIdx.x / 8 % 2 ? second : first;
+  // ldmatrix: lane 8m + r gives the address of a pixel of matrix m, which is half m % 2 of fragment m / 2; the fragments are
+  // neighbouring columns.
+  const u32 matrix_at = threadIdx.x / 8 % 2 ? second : first;
 #pragma unroll
   for (int i = 0; i < WINDOW; ++i) {
     if (!row_used(i)) continue;
@@ -76,11 +77,11 @@ __device__ __forceinline__ void load_window(Window& b, u32 first, u32 second, bo
         b[i][col][1][0] = ptx::load_shared(second + pixel);
       } else if constexpr (UNIT_COLS == 1) {
         u32 m[2];
-        ptx::load_matrices(m, named + pixel);
+        ptx::load_matrices(m, matrix_at + pixel);
         b[i][0][0][0] = m[0], b[i][0][1][0] = m[1];
       } else if (col % 2 == 0) {
         u32 m[4];
-        ptx::load_matrices(m, named + pixel);
+        ptx::load_matrices(m, matrix_at + pixel);
         b[i][col][0][0] = m[0], b[i][col][1][0] = m[1], b[i][col + 1][0][0] = m[2], b[i][col + 1][1][0] = m[3];
       }
     }
@@ -92,8 +93,8 @@ __device__ __forceinline__ void load_window(Window& b, u32 first, u32 second, bo
   }
 }
 
-/// The sums of one unit. `weights`: this lane's first 16 bytes of the tile of M; `at`: its place in the unit's first
-/// fragment of the first half.
+/// Computes the sums of one unit. `weights` are this lane's first 16 bytes of the tile of M; `at` is its address in the unit's
+/// first fragment of the first half.
 __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 at, int halves) {
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
@@ -112,7 +113,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 a
     }
     return here;
   };
-  if (EQUAL_SHIFTS) halves = tile_shifts().most * GROUP_HALVES;  // a constant: loads of weights go ahead
+  if (EQUAL_SHIFTS) halves = tile_shifts().max_count * GROUP_HALVES;  // a constant, so that weights are loaded early
 #pragma unroll(!IS_16_BIT ? 1 : EQUAL_SHIFTS && PAIRS <= 4 ? PAIRS : 2)
   for (int half = 0; half < halves; half += 2) {
     const bool has_second = half + 1 < halves;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 a
   }
 }
 
-/// A unit's sums to the staged tile. Its first cell is (h, w) of the tile.
+/// Writes a unit's sums to the staged tile. Its first position is (h, w) of the tile.
 __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, const Epilogue& epilogue, int group, int m_tile,
                                            int h, int w) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
     const int m = m_of_row(m_tile, g + e * 8);
     const Place place = place_of(m, USED_COLUMNS);
     const int channel = group * CO_GROUP + place.channel;
-    at[e] = m < M ? staged_at(place.row, place.column, channel) + h * ROW_STEP + (w + 2 * t) * CELL_STEP : -1;
+    at[e] = m < M ? staged_at(place.row, place.column, channel) + h * ROW_STEP + (w + 2 * t) * POSITION_STEP : -1;
     channels[e] = load_channel(epilogue, channel, m < M);
   }
 #pragma unroll
@@ -153,10 +154,10 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
 #pragma unroll
     for (int col = 0; col < UNIT_COLS; ++col)
 #pragma unroll
-      for (int cell = 0; cell < 2; ++cell) {
-        const float low = apply_epilogue(sums.of[row][col][cell], channels[0], epilogue);
-        const float high = apply_epilogue(sums.of[row][col][2 + cell], channels[1], epilogue);
-        const int step = row * ROW_STEP + (col * 8 + cell) * CELL_STEP;
+      for (int e = 0; e < 2; ++e) {
+        const float low = apply_epilogue(sums.of[row][col][e], channels[0], epilogue);
+        const float high = apply_epilogue(sums.of[row][col][2 + e], channels[1], epilogue);
+        const int step = row * ROW_STEP + (col * 8 + e) * POSITION_STEP;
         if constexpr (NEIGHBOURS) {
           if (at[0] < 0) continue;
           if constexpr (IS_16_BIT) {
@@ -171,55 +172,55 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
       }
 }
 
-/// The same to where they stay. `tile`: the block's.
+/// Stores a unit's sums to the output. `tile` is the block's tile.
 __device__ __forceinline__ void store_sums(const Sums& sums, Element* output, const Epilogue& epilogue, const Sizes& sizes,
                                            const OutputTile& tile, int m_tile, int h, int w) {
   const int m = m_of_row(m_tile, threadIdx.x % 32 / 4), first = w + threadIdx.x % 4 * 2;
   const DirectStore store(output, epilogue, sizes, tile, m);
-  const int rows = m < M ? sizes.positions_h - tile.cell_h : 0, columns = sizes.positions_w - tile.cell_w;
+  const int rows = m < M ? sizes.positions_h - tile.position_h : 0, columns = sizes.positions_w - tile.position_w;
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
 #pragma unroll
     for (int col = 0; col < UNIT_COLS; ++col)
 #pragma unroll
-      for (int cell = 0; cell < 2; ++cell) {
-        const int cell_h = h + row, cell_w = first + col * 8 + cell;
-        if (cell_h < rows && cell_w < columns && (cell_h + tile.cell_h) * STRIDE_H + tile.pass < sizes.out_height)
-          store.put(cell_h, cell_w, sums.of[row][col][cell], sums.of[row][col][2 + cell]);
+      for (int e = 0; e < 2; ++e) {
+        const int position_h = h + row, position_w = first + col * 8 + e;
+        if (position_h < rows && position_w < columns && (position_h + tile.position_h) * STRIDE_H + tile.pass < sizes.out_height)
+          store.put(position_h, position_w, sums.of[row][col][e], sums.of[row][col][2 + e]);
       }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_narrow_mma(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
-                  Element* __restrict__ output, const __grid_constant__ Sizes sizes, long long walks) {
+                  Element* __restrict__ output, const __grid_constant__ Sizes sizes, long long tile_stride) {
   extern __shared__ __align__(16) u32 shared[];
   const u32 input_tile = ptx::keep_in_register(ptx::shared_address(shared));
   u32* const weight_tile = shared + INPUT_WORDS;
   Element* const staged = reinterpret_cast<Element*>(weight_tile + WEIGHT_WORDS);
 
-  // Passes of a tile side by side, so that neighbouring output rows are written at about the same time; shifted from
-  // walk to walk, so that no multiprocessor gets the quick ones only.
-  const int walk = blockIdx.x / PASSES;
-  const int pass = (blockIdx.x + walk) % PASSES;
+  // Neighbouring blocks compute the passes of a tile, so that neighbouring output rows are written at about the same time. The
+  // order of the passes is shifted from tile to tile, so that no multiprocessor gets only passes with few taps.
+  const int first_tile = blockIdx.x / PASSES;
+  const int pass = (blockIdx.x + first_tile) % PASSES;
   const bool taps = has_taps(pass);
   const int row_shift = first_row(pass);
-  const int tiles = sizes.tiles, step = static_cast<int>(walks);
-  int tile = walk;
+  const int tiles = sizes.tiles, step = static_cast<int>(tile_stride);
+  int tile = first_tile;
 
   const auto tile_at = [&](int tile) {
     const int image = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, image);
     const int row = sizes.row_tiles.quotient(in_image);
     return OutputTile{image, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W, pass};
   };
-  const InputFill fill(input, sizes);
-  const auto bring = [&](int tile) {
+  const InputLoader loader(input, sizes);
+  const auto load_input = [&](int tile) {
     const OutputTile at = tile_at(tile);
-    fill.copy(input_tile, at.image, at.cell_h + row_shift, at.cell_w + Horizontal::LOWEST - LEAD);
+    loader.copy(input_tile, at.image, at.position_h + row_shift, at.position_w + Horizontal::LOWEST - LEFT_PAD);
   };
   const long long pass_words = static_cast<long long>(PASS_FRAGMENTS) * FRAGMENT_WORDS;
   const u32* const pass_weights = packed + pass * pass_words;
-  if (taps && tile < tiles) bring(tile);
-  if (!DIRECT && (!taps || !ALL_COLUMNS)) stage_nothing(staged, epilogue);
+  if (taps && tile < tiles) load_input(tile);
+  if (!DIRECT && (!taps || !ALL_COLUMNS)) stage_zero_sums(staged, epilogue);
   ptx::wait_for_previous_launch();
   if (RESIDENT && taps) {
     for (int i = threadIdx.x; i < WEIGHT_WORDS / 4; i += THREADS)
@@ -228,17 +229,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   ptx::commit_copies();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Of a half, a lane reads two channels (t) of pixel g, or names all of a pixel (ldmatrix).
-  constexpr bool NAMES = IS_16_BIT && CHANNELS_LAST;
-  const int lane_pixel = NAMES ? lane % 8 + (UNIT_COLS > 1 ? lane / 16 * 8 : 0) : lane / 4;
-  const int lane_word = NAMES ? 0 : lane % 4 * (HALF_WORDS / 4);
-  const u32 lane_at = input_tile + ((LEAD + lane_pixel) * PIXEL_STEP + lane_word * (CHANNELS_LAST ? 1 : K_PITCH)) * 4;
+  // A lane reads two channels (t) of pixel g of a half, or gives the address of all channels of a pixel for ldmatrix.
+  constexpr bool BY_LDMATRIX = IS_16_BIT && CHANNELS_LAST;
+  const int lane_pixel = BY_LDMATRIX ? lane % 8 + (UNIT_COLS > 1 ? lane / 16 * 8 : 0) : lane / 4;
+  const int lane_word = BY_LDMATRIX ? 0 : lane % 4 * (HALF_WORDS / 4);
+  const u32 lane_at = input_tile + ((LEFT_PAD + lane_pixel) * PIXEL_STEP + lane_word * (CHANNELS_LAST ? 1 : K_PITCH)) * 4;
   const uint4* const lane_weights = reinterpret_cast<const uint4*>(RESIDENT ? weight_tile : pass_weights) + lane;
 
 #pragma unroll 1
   for (; tile < tiles; tile += step) {
     const OutputTile at = tile_at(tile);
-    // Then the input is there for all threads, and the tile before is stored.
+    // All threads wait until the input is loaded and the tile before is stored.
     ptx::wait_copies<0>();
     __syncthreads();
     if (taps) {
@@ -257,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       }
     }
     __syncthreads();
-    if (taps && tile + step < tiles) bring(tile + step);
+    if (taps && tile + step < tiles) load_input(tile + step);
     ptx::commit_copies();
     if (!DIRECT) store_tile(staged, output, sizes, at);
   }

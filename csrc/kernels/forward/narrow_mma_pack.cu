@@ -1,18 +1,15 @@
-// Weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order that forward/narrow_mma.cu
-// multiplies from (forward/narrow_mma_layout.cuh). Runs before every forward pass, so that packed weights are never stale, and lets the
-// forward kernel start at once.
+// Packs weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order from which
+// forward/narrow_mma.cu multiplies (forward/narrow_mma_layout.cuh). It runs before every forward pass, so that packed weights
+// are never stale, and lets the forward kernel start at once.
 //
-// One thread writes the 16 bytes of one lane of a fragment. Neighbouring threads take neighbours in M.
+// One thread writes the 16 bytes of one lane of a fragment. Neighbouring threads have neighbouring rows of M.
 #include "common/mma.cuh"
+#include "common/raw.cuh"
 #include "forward/narrow_mma_layout.cuh"
 
 using ptx::u32;
 
-__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ u32 bits_of(Half x) { return x.bits; }
-__device__ __forceinline__ u32 bits_of(BFloat16 x) { return x.bits; }
-
-/// The tap that brings input `shift` pixels after the cell to pixel `phase` of the cell, or -1.
+/// The tap with which the input `shift` pixels after a position contributes to its output `phase`, or -1.
 template <int KERNEL, int STRIDE, int PADDING, int DILATION>
 __device__ __forceinline__ int tap_of(int phase, int shift) {
   const int distance = phase + PADDING - STRIDE * shift;

@@ -1,5 +1,5 @@
-// Copies of a tile's input, with its halo, to the shared memory of forward/narrow_mma.cu. Zeros lie where the halo leaves
-// the image, and in channels that fill up a half.
+// Copies of a tile's input, with its halo, to the shared memory of forward/narrow_mma.cu. Zeros are written for pixels outside
+// the image, and for the channels that pad a half.
 #pragma once
 
 #include "common/integers.cuh"
@@ -9,37 +9,37 @@ constexpr int ITEM = sizeof(Element);
 constexpr int CHANNELS_PER_WORD = 4 / ITEM;
 constexpr int HALF_WORDS = HALF_CHANNELS / CHANNELS_PER_WORD;
 
-/// Elements of one copy: neighbours in a row, whose length is a multiple of ROW_MULTIPLE, or channels of a pixel.
+/// Elements of one copy: neighbours in a row, whose length is a multiple of ROW_MULTIPLE; or channels of a pixel.
 constexpr int COPY = power_of_two_dividing(CHANNELS_LAST ? CI_GROUP : ROW_MULTIPLE, 16 / ITEM);
 constexpr int COPY_PIXELS = CHANNELS_LAST ? 1 : COPY;
-constexpr int LEAD = (Horizontal::LOWEST % COPY_PIXELS + COPY_PIXELS) % COPY_PIXELS;
+constexpr int LEFT_PAD = (Horizontal::LOWEST % COPY_PIXELS + COPY_PIXELS) % COPY_PIXELS;
 constexpr int HALO_H = TILE_H + (V - 1) * V_STEP;
-constexpr int HALO_W = round_up(LEAD + TILE_W + Horizontal::SPAN, COPY_PIXELS);
+constexpr int HALO_W = round_up(LEFT_PAD + TILE_W + Horizontal::SPAN, COPY_PIXELS);
 constexpr int GROUP_WORDS = GROUP_HALVES * HALF_WORDS;
 constexpr int WORDS = GROUPS * GROUP_WORDS;
-// Pitches at which the lanes that read a fragment meet different banks.
+// Pitches with which the lanes that read a fragment use different banks.
 constexpr int K_PITCH = aligned_to(HALO_H * HALO_W, 1, 32, IS_16_BIT ? 8 : 4);
 constexpr int PIXEL_PITCH = IS_16_BIT ? aligned_to(WORDS, 1, 8, 4) : aligned_to(WORDS, 1, 16, 8);
 constexpr int INPUT_WORDS = CHANNELS_LAST ? HALO_H * HALO_W * PIXEL_PITCH : WORDS * K_PITCH;
 
-// Lines are brought by several threads each: a halo row of all channels (channels_last), or a word of k of the whole
-// halo (NCHW). A thread has the same places in all lines.
+// Several threads copy a line: a row of the halo with all channels (channels_last), or a word of k of the whole halo (NCHW). A
+// thread makes the same copies in each of its lines. PARALLEL_LINES lines are copied at a time.
 constexpr int LINE_COPIES = CHANNELS_LAST ? HALO_W * (WORDS * CHANNELS_PER_WORD / COPY) : HALO_H * (HALO_W / COPY);
 constexpr int INPUT_LINES = CHANNELS_LAST ? HALO_H : WORDS;
-constexpr int SHARERS = LINE_COPIES < THREADS ? THREADS / LINE_COPIES : 1;
+constexpr int PARALLEL_LINES = LINE_COPIES < THREADS ? THREADS / LINE_COPIES : 1;
 constexpr int SLOTS = ceil_div(LINE_COPIES, THREADS);
 
-struct InputFill {
+struct InputLoader {
   const Element* input;
   const Sizes& sizes;
-  int place[SLOTS];    // column of the halo (channels_last), or copy within a line; none: negative
-  int to[SLOTS];       // bytes from the line's first
-  int channel[SLOTS];  // channels_last: negative where there is only padding
+  int place[SLOTS];    // column of the halo (channels_last), or number of the copy in a line; negative: none
+  int to[SLOTS];       // bytes from the beginning of the line
+  int channel[SLOTS];  // channels_last: negative for padding
 
-  __device__ __forceinline__ InputFill(const Element* input, const Sizes& sizes) : input(input), sizes(sizes) {
+  __device__ __forceinline__ InputLoader(const Element* input, const Sizes& sizes) : input(input), sizes(sizes) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      const int copy = (SHARERS > 1 ? threadIdx.x % LINE_COPIES : threadIdx.x) + s * THREADS;
+      const int copy = (PARALLEL_LINES > 1 ? threadIdx.x % LINE_COPIES : threadIdx.x) + s * THREADS;
       if constexpr (CHANNELS_LAST) {
         constexpr int COPIES = WORDS * CHANNELS_PER_WORD / COPY;
         const int element = copy % COPIES * COPY;
@@ -52,16 +52,16 @@ struct InputFill {
         to[s] = copy * (COPY * 4);
         channel[s] = 0;
       }
-      if (copy >= LINE_COPIES || (SHARERS > 1 && threadIdx.x >= SHARERS * LINE_COPIES)) place[s] = -1;
+      if (copy >= LINE_COPIES || (PARALLEL_LINES > 1 && threadIdx.x >= PARALLEL_LINES * LINE_COPIES)) place[s] = -1;
     }
   }
 
-  /// Bring the halo whose first pixel (after LEAD) is (row0, col0) of an image: in the background, but for 16 bits in
-  /// NCHW, where a word joins two channels that lie apart, and for copies of 2 bytes.
+  /// Copies the halo whose first pixel (behind LEFT_PAD) is (row0, col0) of an image. The copies are asynchronous, except those
+  /// of 16 bits in NCHW, where a word joins two channels that are not neighbours, and copies of 2 bytes.
   __device__ __forceinline__ void copy(u32 shared, long long image, int row0, int col0) const {
     const int height = sizes.height, width = sizes.width, pixels = sizes.pixels();
     const Element* const from = input + image * (static_cast<long long>(IN_CHANNELS) * pixels);
-    const int first_line = SHARERS > 1 ? threadIdx.x / LINE_COPIES : 0;
+    const int first_line = PARALLEL_LINES > 1 ? threadIdx.x / LINE_COPIES : 0;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       if (place[s] < 0) continue;
@@ -69,7 +69,7 @@ struct InputFill {
         const int col = col0 + place[s];
         const bool inside_row = static_cast<unsigned>(col) < width && channel[s] >= 0;
 #pragma unroll 4
-        for (int h = first_line; h < HALO_H; h += SHARERS) {
+        for (int h = first_line; h < HALO_H; h += PARALLEL_LINES) {
           const int row = row0 + h;
           const bool inside = inside_row && static_cast<unsigned>(row) < height;
           const Element* const source = from + (inside ? (row * width + col) * IN_CHANNELS + channel[s] : 0);
@@ -80,7 +80,7 @@ struct InputFill {
         const bool inside_image = static_cast<unsigned>(row) < height && static_cast<unsigned>(col) < width;
         const Element* const pixel = from + (inside_image ? row * width + col : 0);
 #pragma unroll 4
-        for (int line = first_line; line < WORDS; line += SHARERS) {
+        for (int line = first_line; line < WORDS; line += PARALLEL_LINES) {
           const int group = GROUPS == 1 ? 0 : line / GROUP_WORDS;
           const int channel = (line - group * GROUP_WORDS) * CHANNELS_PER_WORD;
           const Element* const source = pixel + (group * CI_GROUP + channel) * pixels;

@@ -1,30 +1,30 @@
-// The outputs of a tile of forward/narrow_mma.cu: staged in shared memory as elements, then stored in whole lines, or with
-// DIRECT stored as they are, where a tile of M is a run of neighbours in memory.
+// Stores the outputs of a tile of forward/narrow_mma.cu: collects them in shared memory as elements and stores whole lines; or
+// with DIRECT stores them from registers, where a tile of M is contiguous in memory.
 #pragma once
 
 #include "common/epilogue.cuh"
 
-constexpr int MOST = 16 / ITEM;  // elements of the widest store
+constexpr int MAX_STORE = 16 / ITEM;  // elements of the widest store
 
-// Lines, which lie in one piece in memory: the tile's pixels of an output row, of one channel (NCHW) or of all.
+// A line is contiguous in memory: the tile's pixels of an output row, of one channel (NCHW) or of all channels.
 constexpr int STAGE_ROWS = TILE_H * PASS_ROWS;
 constexpr int CHANNEL_LINES = CHANNELS_LAST ? 1 : OUT_CHANNELS;
 constexpr int LINES = CHANNEL_LINES * STAGE_ROWS;
-constexpr int CELL = STRIDE_W * (CHANNELS_LAST ? OUT_CHANNELS : 1);
-constexpr int LINE = TILE_W * CELL;
-/// Elements of an output row, of one channel or of all; a multiple of OUT_LINE_MULTIPLE.
+constexpr int POSITION = STRIDE_W * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+constexpr int LINE = TILE_W * POSITION;
+/// Elements of an output row, of one channel or of all channels; a multiple of OUT_LINE_MULTIPLE.
 __device__ __forceinline__ int out_line(const Sizes& sizes) { return sizes.out_width * (CHANNELS_LAST ? OUT_CHANNELS : 1); }
 constexpr int OUT_LINE_MULTIPLE = OUT_ROW_MULTIPLE * (CHANNELS_LAST ? OUT_CHANNELS : 1);
-// Four lanes write cells two apart; where those would meet the same banks, 16 bytes separate the cells.
-constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
-constexpr int CELL_PITCH = CELL + CELL_PAD;
+// Four lanes write positions at a distance of two. Where these lie in the same banks, 16 bytes of padding separate positions.
+constexpr int POSITION_PAD = CHANNELS_LAST && POSITION * ITEM % 64 == 0 ? MAX_STORE : 0;
+constexpr int POSITION_PITCH = POSITION + POSITION_PAD;
 
 /// Elements of one store.
-constexpr int STORE = power_of_two_dividing(OUT_LINE_MULTIPLE, power_of_two_dividing(CELL_PAD ? CELL : LINE, MOST));
+constexpr int STORE = power_of_two_dividing(OUT_LINE_MULTIPLE, power_of_two_dividing(POSITION_PAD ? POSITION : LINE, MAX_STORE));
 constexpr int STORES = LINE / STORE;
 
-// Pitches of a line and of a channel; eight lanes write neighbouring channels.
-constexpr int LINE_PITCH = round_up(TILE_W * CELL_PITCH * ITEM, 16) / ITEM;
+// The pitches of a line and of a channel; eight lanes write neighbouring channels to different banks.
+constexpr int LINE_PITCH = round_up(TILE_W * POSITION_PITCH * ITEM, 16) / ITEM;
 constexpr int CHANNEL_PITCH =
     CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 1, 32, 4) * 4 / ITEM;
 constexpr int STAGE_BYTES = DIRECT ? 0 : CHANNEL_LINES * CHANNEL_PITCH * ITEM;
@@ -36,27 +36,28 @@ __device__ constexpr int lanes_of_line() {
 }
 constexpr int LANES = lanes_of_line();
 
-/// Where an output lies in the staged tile; for the cell (h, w) of the tile, h * ROW_STEP + w * CELL_STEP further.
+/// The offset of an output of the first position in the staged tile; those of position (h, w) lie h * ROW_STEP + w *
+/// POSITION_STEP further.
 __device__ __forceinline__ int staged_at(int row, int column, int channel) {
   return CHANNELS_LAST ? row * LINE_PITCH + column * OUT_CHANNELS + channel
                        : channel * CHANNEL_PITCH + row * LINE_PITCH + column;
 }
 constexpr int ROW_STEP = PASS_ROWS * LINE_PITCH;
-constexpr int CELL_STEP = CHANNELS_LAST ? CELL_PITCH : STRIDE_W;
-static_assert(!NEIGHBOURS || CELL_PITCH % 2 == 0);
+constexpr int POSITION_STEP = CHANNELS_LAST ? POSITION_PITCH : STRIDE_W;
+static_assert(!NEIGHBOURS || POSITION_PITCH % 2 == 0);
 
-/// The tile that is computed: its image, first cell, and row of the cell.
+/// The tile that a block computes: its image, its first position, and the pass, which is a row of positions.
 struct OutputTile {
   int image;
-  int cell_h, cell_w, pass;
+  int position_h, position_w, pass;
 
-  /// Output row of row `row` of the staged tile.
+  /// The output row of row `row` of the staged tile.
   __device__ __forceinline__ int out_row(int row) const {
-    return (cell_h + row / PASS_ROWS) * STRIDE_H + pass + row % PASS_ROWS;
+    return (position_h + row / PASS_ROWS) * STRIDE_H + pass + row % PASS_ROWS;
   }
-  /// The first element of a line, counted from the image's.
+  /// The offset of a line in its image.
   __device__ __forceinline__ int line_begin(const Sizes& sizes, int channel, int out_row) const {
-    return (channel * sizes.out_height + out_row) * out_line(sizes) + cell_w * CELL;
+    return (channel * sizes.out_height + out_row) * out_line(sizes) + position_w * POSITION;
   }
 };
 
@@ -71,23 +72,24 @@ __device__ __forceinline__ Element element_of(float x) {
 static_assert(!DIRECT || (NEIGHBOURS && !STACKED && GROUPS == 1 && ALL_COLUMNS));
 static_assert(!DIRECT || CHANNELS_LAST || STRIDE_W % 16 == 0);
 
-/// With DIRECT, whose output rows are whole cells, where a lane's neighbours m and m + 1 of M go: in the cell, and in the cells after it.
+/// Stores from registers (DIRECT), where output rows are whole positions: a lane's neighbours m and m + 1 of M, in a position
+/// and in those after it.
 struct DirectStore {
-  Element* output;  // of the pass's row of the tile's first cell
-  int at, cell_row;  // from a row of cells to the next
+  Element* output;        // the pass's row of the tile's first position
+  int at, position_row;  // offset in a position; elements from a row of positions to the next
   Channel channels[2];
   const Epilogue& epilogue;
 
   __device__ __forceinline__ DirectStore(Element* output, const Epilogue& epilogue, const Sizes& sizes, const OutputTile& tile, int m)
       : output(output + tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels())),
-        cell_row(STRIDE_H * out_line(sizes)), epilogue(epilogue) {
+        position_row(STRIDE_H * out_line(sizes)), epilogue(epilogue) {
     const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
-    this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.cell_w * CELL;
+    this->output += static_cast<long long>(tile.position_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.position_w * POSITION;
     at = CHANNELS_LAST ? m : place.channel * sizes.out_pixels() + place.column;
     channels[0] = load_channel(epilogue, place.channel, m < M), channels[1] = load_channel(epilogue, next.channel, m < M);
   }
-  __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
-    Element* const to = output + (at + cell_h * cell_row + cell_w * CELL);
+  __device__ __forceinline__ void put(int position_h, int position_w, float low, float high) const {
+    Element* const to = output + (at + position_h * position_row + position_w * POSITION);
     low = apply_epilogue(low, channels[0], epilogue), high = apply_epilogue(high, channels[1], epilogue);
     if constexpr (IS_16_BIT) {
       __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
@@ -98,28 +100,28 @@ struct DirectStore {
 };
 
 template <int COUNT>
-struct alignas(COUNT * sizeof(Element)) Run {
+struct alignas(COUNT * sizeof(Element)) Segment {
   Element of[COUNT];
 };
 
-/// The epilogue of no sum, everywhere: no tap overwrites it in pixels without any.
-__device__ __forceinline__ void stage_nothing(Element* staged, const Epilogue& epilogue) {
+/// Writes the epilogue of 0 to the whole staged tile. It remains in the pixels without taps, which no sum overwrites.
+__device__ __forceinline__ void stage_zero_sums(Element* staged, const Epilogue& epilogue) {
   constexpr bool OF_CHANNEL = HAS_BIAS || NORMALIZES;
-  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_of_two_dividing(OUT_CHANNELS, MOST);
+  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MAX_STORE : power_of_two_dividing(OUT_CHANNELS, MAX_STORE);
   for (int i = threadIdx.x * COUNT; i < CHANNEL_LINES * CHANNEL_PITCH; i += THREADS * COUNT) {
-    const int channel = CHANNELS_LAST ? i % LINE_PITCH % CELL_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
-    Run<COUNT> run;
+    const int channel = CHANNELS_LAST ? i % LINE_PITCH % POSITION_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
+    Segment<COUNT> segment;
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
       const int each = OF_CHANNEL && CHANNELS_LAST ? channel + k : channel;
-      run.of[k] = element_of(apply_epilogue(0.f, load_channel(epilogue, each), epilogue));
+      segment.of[k] = element_of(apply_epilogue(0.f, load_channel(epilogue, each), epilogue));
     }
-    *reinterpret_cast<Run<COUNT>*>(staged + i) = run;
+    *reinterpret_cast<Segment<COUNT>*>(staged + i) = segment;
   }
 }
 
 template <int COUNT>
-__device__ __forceinline__ void store_run(Element* to, const Element* from) {
+__device__ __forceinline__ void store_segment(Element* to, const Element* from) {
   constexpr int BYTES = COUNT * ITEM;
   if constexpr (BYTES == 16) {
     __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
@@ -132,10 +134,10 @@ __device__ __forceinline__ void store_run(Element* to, const Element* from) {
   }
 }
 
-/// The staged tile, by all threads.
+/// Stores the staged tile, with all threads.
 __device__ __forceinline__ void store_tile(const Element* staged, Element* output, const Sizes& sizes, const OutputTile& tile) {
   output += tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels());
-  const int left = out_line(sizes) - tile.cell_w * CELL, length = left < LINE ? left : LINE;
+  const int left = out_line(sizes) - tile.position_w * POSITION, length = left < LINE ? left : LINE;
   const int lane = threadIdx.x % LANES;
 #pragma unroll 2
   for (int line = threadIdx.x / LANES; line < LINES; line += THREADS / LANES) {
@@ -147,7 +149,7 @@ __device__ __forceinline__ void store_tile(const Element* staged, Element* outpu
 #pragma unroll(ceil_div(STORES, LANES) <= 16 ? ceil_div(STORES, LANES) : 4)
     for (int pass = 0; pass < ceil_div(STORES, LANES); ++pass) {
       const int i = (lane + pass * LANES) * STORE;
-      if (i < length) store_run<STORE>(to + i, from + (CELL_PAD ? i + i / CELL * CELL_PAD : i));
+      if (i < length) store_segment<STORE>(to + i, from + (POSITION_PAD ? i + i / POSITION * POSITION_PAD : i));
     }
   }
 }

@@ -1,23 +1,24 @@
-// Transposed convolution of stride 1, NCHW, on Hopper's warpgroup multiply (sm_90a): M = 64 pixels of a row a warpgroup,
-// N = TILE_CHANNELS output channels (STACKED: of every row of taps), K = input channels.
+// Transposed convolution of stride 1, NCHW, on Hopper's wgmma (sm_90a): M = 64 pixels of a row for each warpgroup, N =
+// TILE_CHANNELS output channels (STACKED: those of every row of taps), K = input channels.
 //
-// In TF32 the multiplier takes from shared memory only what lies along k, and in NCHW channels do not; of 16 bits it takes
-// pixels only from multiples of 16 bytes on. So pixels come from registers, which read them at any shift; what a warp has
-// read it multiplies with the weights of every row of taps, each row's sums being those of another row of the output. A
-// block goes down strips of 64 WARPGROUPS pixels, a segment of rows at a time: each row of the input is brought once a strip, and
-// the weights of all taps stay in shared memory.
+// In TF32 the multiplier reads from shared memory only operands that are contiguous along k, and in NCHW channels are not; in
+// 16 bits it reads pixels only from multiples of 16 bytes on. Pixels therefore come from registers, into which a warp reads
+// them at any shift. It multiplies what it has read with the weights of every row of taps: the sums of each row of taps belong
+// to another row of the output. Blocks are persistent. A work tile is a segment of rows of the output in a column tile of 64
+// WARPGROUPS pixels. Each input row of a work tile is loaded once, and the weights of all taps stay in shared memory.
 //
-// Row i of a segment's input takes part in the output rows i - a, a = 0 .. KERNEL_H - 1, whose sums lie in slot (i - a) %
-// KERNEL_H; then row i - KERNEL_H + 1 is done. Weights lie as forward/stride1_weights.cuh says, a = KERNEL_H - 1 - kh and b =
-// KERNEL_W - 1 - kw; STACKED: a goes backwards from 0, round and round, 2 KERNEL_H - 1 of them, so that the slots' order
-// begins somewhere. A row of the input lies as [PLANES][channel][PITCH pixels], every PLANES-th channel in a plane, whose
-// distance in memory is a multiple of 16 bytes.
+// Input row i of a work tile contributes to the output rows i - a, a = 0 .. KERNEL_H - 1, whose sums lie in slot (i - a) %
+// KERNEL_H. Then output row i - KERNEL_H + 1 is complete. forward/stride1_weights.cuh has the layout of the weights, with a =
+// KERNEL_H - 1 - kh and b = KERNEL_W - 1 - kw. With STACKED, a goes backwards from 0 modulo KERNEL_H, 2 KERNEL_H - 1 times, so
+// that the rows of taps are contiguous in the order of the slots, whichever slot is first. A row of the input is
+// [PLANES][channel][PITCH pixels]: a plane holds every PLANES-th channel, whose distance in memory is a multiple of 16 bytes.
 //
-// Of 16 bits a word is two pixels of a channel, and the multiplier wants two channels of a pixel: rows g and g + 8 of a warp
-// are pixels 2 g and 2 g + 1.
+// In 16 bits a word holds two pixels of a channel, but the multiplier needs two channels of a pixel: rows g and g + 8 of a warp
+// are therefore pixels 2 g and 2 g + 1.
 //
-// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; dilation 1, one group; rows of the input of a
-// multiple of 16 bytes, or (LINES) no tap beyond a row's ends; all weights of TILE_CHANNELS channels in shared memory.
+// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; dilation 1, one group; rows of the input that are a
+// multiple of 16 bytes, or (UNALIGNED_ROWS) no tap beyond the ends of a row; all weights of TILE_CHANNELS channels fit shared
+// memory.
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/wgmma.cuh"
@@ -30,72 +31,72 @@
 
 using ptx::u32;
 
-constexpr int STRIP = 64 * WARPGROUPS;
-/// From an output row and column to the first that a tap reads.
+constexpr int TILE_COLS = 64 * WARPGROUPS;
+/// The distance from an output row and column to the first input row and column that a tap reads.
 constexpr int FIRST_ROW = PADDING_H - (KERNEL_H - 1), FIRST_COL = PADDING_W - (KERNEL_W - 1);
 
-/// Elements of 16 bytes, at whose multiples a box begins.
+/// Elements of 16 bytes: a box begins at multiples of them.
 constexpr int ALIGNMENT = 16 / ITEM;
 constexpr int PITCH_BYTES = PITCH * ITEM, PLANE_COPIED = K_CHANNELS / PLANES * PITCH_BYTES, PLANE_BYTES = round_up(PLANE_COPIED, 128);
 constexpr int ROW_COPIED = PLANES * PLANE_COPIED, ROW_BYTES = PLANES * PLANE_BYTES;
-constexpr int ROWS_AT = WEIGHT_BYTES, BARRIERS = ROWS_AT + SLOTS * ROW_BYTES, WEIGHT_BARRIER = BARRIERS + SLOTS * 16;
+constexpr int ROWS_AT = WEIGHT_BYTES, BARRIERS = ROWS_AT + STAGES * ROW_BYTES, WEIGHT_BARRIER = BARRIERS + STAGES * 16;
 static_assert(SHARED_BYTES == WEIGHT_BARRIER + 16 + 1024, "the plan and the kernel must agree");
-static_assert(PITCH <= 256 && SLOTS >= 2 && (PLANES == 1 || (PLANES == 2 && LINES)));
+static_assert(PITCH <= 256 && STAGES >= 2 && (PLANES == 1 || (PLANES == 2 && UNALIGNED_ROWS)));
 
-constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS, FILL_THREADS = 32;
-/// A coordinate outside every tensor.
-constexpr int NOWHERE = -(1 << 28);
-/// Input channels of a multiply, and those whose pixels a lane reads of its first.
+constexpr int CONSUMER_THREADS = 128 * WARPGROUPS, PRODUCER_THREADS = 32;
+/// A coordinate outside every tensor, from which the copy engine loads zeros.
+constexpr int OUTSIDE = -(1 << 28);
+/// Input channels of a multiply; multiplies of all channels; channels whose pixels a lane reads for half of a multiply.
 constexpr int STEP = 32 / ITEM, STEPS = K_CHANNELS / STEP, LANE_CHANNELS = 4 / ITEM;
 static_assert(STEPS % 2 == 0);
 
-using Ring = StageRing<SLOTS, ROWS_AT, ROW_BYTES, BARRIERS>;
+using Ring = StageRing<STAGES, ROWS_AT, ROW_BYTES, BARRIERS>;
 
-/// A segment of rows of the output in a strip of an image.
-struct Column {
-  int image, strip, begin, rows;
+/// A segment of rows of the output in a column tile of an image.
+struct WorkTile {
+  int image, col, begin, rows;
 
-  __device__ __forceinline__ Column(const Stride1Sizes& sizes, int number) {
+  __device__ __forceinline__ WorkTile(const Stride1Sizes& sizes, int number) {
     const int segments = sizes.column_tiles.quotient(number);
-    strip = sizes.column_tiles.remainder(number, segments) * STRIP;
+    col = sizes.column_tiles.remainder(number, segments) * TILE_COLS;
     image = sizes.segments.quotient(segments);
     begin = sizes.segments.remainder(segments, image) * sizes.segment;
     rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;
   }
 };
 
-/// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
-__device__ __forceinline__ int lead(const Stride1Sizes& sizes, int row, int plane) {
-  const int first = LINES ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
-  // Never negative, of rows before the first neither.
+/// The pixels from the beginning of a row's box of a plane, at a multiple of 16 bytes, to the pixel that the first tap reads.
+__device__ __forceinline__ int left_pad(const Stride1Sizes& sizes, int row, int plane) {
+  const int first = UNALIGNED_ROWS ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
+  // This is not negative, even for rows above the image.
   return first & (ALIGNMENT - 1);
 }
 
-/// One thread.
-__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const Stride1Sizes& sizes,
+/// The producer, which is one thread: issues the loads of all input rows of the block's work tiles, and of the weights.
+__device__ __forceinline__ void produce(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const Stride1Sizes& sizes,
                                      int tile, int first, int step) {
   bool weights = false;
   for (int c = first; c < sizes.columns; c += step) {
-    const Column column(sizes, c);
-    for (int i = 0; i < column.rows + KERNEL_H - 1; ++i) {
-      const int row = column.begin + FIRST_ROW + i;
+    const WorkTile work(sizes, c);
+    for (int i = 0; i < work.rows + KERNEL_H - 1; ++i) {
+      const int row = work.begin + FIRST_ROW + i;
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expect_tx(ring.full(), ROW_COPIED);
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
-        const int col = column.strip + FIRST_COL - lead(sizes, row, plane);
-        if constexpr (LINES) {
-          // Beside a plane's rows lie another's.
+        const int col = work.col + FIRST_COL - left_pad(sizes, row, plane);
+        if constexpr (UNALIGNED_ROWS) {
+          // The rows of another channel lie beside those of this one.
           const bool exists = row >= 0 && row < sizes.height;
-          const int pixel = exists ? plane * sizes.pixels() + row * sizes.width + col : NOWHERE;
-          ptx::tma_load(ring.data() + plane * PLANE_BYTES, input, pixel, 0, column.image, ring.full());
+          const int pixel = exists ? plane * sizes.pixels() + row * sizes.width + col : OUTSIDE;
+          ptx::tma_load(ring.data() + plane * PLANE_BYTES, input, pixel, 0, work.image, ring.full());
         } else {
-          ptx::tma_load(ring.data(), input, col, row, 0, column.image, ring.full());
+          ptx::tma_load(ring.data(), input, col, row, 0, work.image, ring.full());
         }
       }
       ring.advance();
       if (weights) continue;
-      // The first row is on its way while the launch that packs the weights ends.
+      // The first row is being loaded while the launch that packs the weights ends.
       weights = true;
       ptx::wait_for_previous_launch();
       ptx::arrive_expect_tx(weight_barrier, WEIGHT_BYTES);
@@ -106,15 +107,16 @@ __device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const Tensor
   }
 }
 
-/// A step of a warp's pixels.
+/// The pixels of a warp for one multiply: operand A of a wgmma.
 using Rows = u32[4];
-/// Of a thread: [slot][sum].
+/// The sums of a thread: [slot][sum].
 using Sums = float[KERNEL_H][TILE_CHANNELS / 2];
 
-/// Where a lane finds its pixels of a row: of its first channels.
-using From = u32[LANE_CHANNELS];
+/// The addresses of a lane's pixels of a row, for each of its first channels.
+using Addresses = u32[LANE_CHANNELS];
 
-__device__ __forceinline__ void load_rows(Rows& rows, const From& from, int step) {
+/// Reads the pixels of one multiply.
+__device__ __forceinline__ void load_rows(Rows& rows, const Addresses& from, int step) {
   constexpr int STEP_BYTES = STEP / PLANES * PITCH_BYTES, HALF_BYTES = STEP_BYTES / 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -126,7 +128,7 @@ __device__ __forceinline__ void load_rows(Rows& rows, const From& from, int step
       u32 pairs[LANE_CHANNELS];
 #pragma unroll
       for (int c = 0; c < LANE_CHANNELS; ++c) {
-        // At odd pixels the halves lie in two words.
+        // From an odd pixel on, the two pixels lie in two words.
         const bool odd = from[c] & 2;
         const u32 at = (from[c] & ~3u) + bytes, word = ptx::load_shared(at), next = ptx::load_shared_if(odd, at + 4);
         pairs[c] = __byte_perm(word, next, odd ? 0x5432 : 0x3210);
@@ -137,7 +139,7 @@ __device__ __forceinline__ void load_rows(Rows& rows, const From& from, int step
   }
 }
 
-/// `weights`: of column b and the step's channels.
+/// Issues the multiplies of one step with every row of taps. `weights` describes those of column b and of the step's channels.
 template <int PHASE>
 __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, ptx::u64 weights) {
   ptx::fence_wgmma();
@@ -153,9 +155,9 @@ __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, p
   ptx::commit_wgmma();
 }
 
-/// A row of the input.
+/// Adds the products of one input row.
 template <int PHASE>
-__device__ __forceinline__ void multiply_row(Sums& sums, From& from, u32 base) {
+__device__ __forceinline__ void multiply_row(Sums& sums, Addresses& from, u32 base) {
   Rows even, odd;
 #pragma unroll 1
   for (int b = 0; b < KERNEL_W; ++b) {
@@ -166,7 +168,7 @@ __device__ __forceinline__ void multiply_row(Sums& sums, From& from, u32 base) {
 #pragma unroll
     for (int i = 0; i < STEPS; i += 2) {
       begin_multiplies<PHASE>(sums, even, weights_at(i));
-      // Those before it, which read what is loaded next: of the column of taps before, too.
+      // Waits for the multiplies before these, which read the registers that are loaded next.
       ptx::wait_wgmma<1>();
       load_rows(odd, from, i + 1);
       begin_multiplies<PHASE>(sums, odd, weights_at(i + 1));
@@ -179,8 +181,8 @@ __device__ __forceinline__ void multiply_row(Sums& sums, From& from, u32 base) {
   ptx::wait_wgmma<0>();
 }
 
-/// A warp that multiplies.
-struct Multiplier {
+/// A consumer warp.
+struct Consumer {
   Ring ring;
   u32 base;
   int lane, warp, first_channel;
@@ -188,16 +190,16 @@ struct Multiplier {
   Element* output;
   const Stride1Sizes& sizes;
 
-  /// Row i of a column's input; its sums begin a new row of the output.
+  /// Multiplies input row i of a work tile, and stores the output row that it completes.
   template <int PHASE>
-  __device__ __forceinline__ void take(Sums& sums, const Column& column, int i) {
-    // Of float32, and 8 further on; of 16 bits this one and the next.
+  __device__ __forceinline__ void multiply_input_row(Sums& sums, const WorkTile& work, int i) {
+    // A lane has this pixel and, in float32, the one 8 further on, in 16 bits the next one.
     const int pixel = warp * 16 + lane / 4 * LANE_CHANNELS;
-    From from;
+    Addresses from;
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) {
       const int channel = lane % 4 * LANE_CHANNELS + c, plane = channel % PLANES;
-      from[c] = ring.data() + plane * PLANE_BYTES + channel / PLANES * PITCH_BYTES + (pixel + lead(sizes, column.begin + FIRST_ROW + i, plane)) * ITEM;
+      from[c] = ring.data() + plane * PLANE_BYTES + channel / PLANES * PITCH_BYTES + (pixel + left_pad(sizes, work.begin + FIRST_ROW + i, plane)) * ITEM;
     }
     ptx::wait_for_phase(ring.full(), ring.parity);
     multiply_row<PHASE>(sums, from, base);
@@ -205,23 +207,23 @@ struct Multiplier {
     if (lane == 0) ptx::arrive(ring.empty());
     ring.advance();
     constexpr int DONE = (PHASE + 1) % KERNEL_H;
-    const int row = column.begin + i - (KERNEL_H - 1);
-    if (row >= column.begin) store(sums[DONE], column, row, column.strip + pixel);
+    const int row = work.begin + i - (KERNEL_H - 1);
+    if (row >= work.begin) store(sums[DONE], work, row, work.col + pixel);
 #pragma unroll
     for (float& sum : sums[DONE]) {
       sum = 0.f;
-      // Known to be zero, the compiler would keep them elsewhere and part the multiplies.
+      // If the compiler knew that these are zero, it would keep them elsewhere and separate the multiplies.
       asm volatile("" : "+f"(sum));
     }
   }
 
-  __device__ __forceinline__ void store(const float (&sums)[TILE_CHANNELS / 2], const Column& column, int row, int col) const {
+  __device__ __forceinline__ void store(const float (&sums)[TILE_CHANNELS / 2], const WorkTile& work, int row, int col) const {
     const long long image = static_cast<long long>(sizes.out_height) * sizes.out_width;
     const int out_width = sizes.out_width;
-    /// From a lane's first pixel to its second.
+    /// The distance from a lane's first pixel to its second.
     constexpr int NEXT = ITEM == 4 ? 8 : 1;
     const int channel = first_channel + lane % 4 * 2;
-    Element* to = output + (static_cast<long long>(column.image) * OUT_CHANNELS + channel) * image + static_cast<long long>(row) * out_width + col;
+    Element* to = output + (static_cast<long long>(work.image) * OUT_CHANNELS + channel) * image + static_cast<long long>(row) * out_width + col;
 #pragma unroll
     for (int j = 0; j < TILE_CHANNELS / 8; ++j)
 #pragma unroll
@@ -242,8 +244,8 @@ struct Multiplier {
   __device__ __forceinline__ void run(u32 weight_barrier, int first, int step) {
     bool waits = true;
     for (int c = first; c < sizes.columns; c += step) {
-      const Column column(sizes, c);
-      const int rows = column.rows + KERNEL_H - 1;
+      const WorkTile work(sizes, c);
+      const int rows = work.rows + KERNEL_H - 1;
       if (waits) ptx::wait_for_phase(weight_barrier, 0);
       waits = false;
       Sums sums = {};
@@ -251,13 +253,13 @@ struct Multiplier {
       for (int i = 0; i < rows; i += KERNEL_H)
         static_for<0, KERNEL_H>([&](auto phase) {
           constexpr int PHASE = decltype(phase)::value;
-          if (PHASE == 0 || i + PHASE < rows) take<PHASE>(sums, column, i + PHASE);
+          if (PHASE == 0 || i + PHASE < rows) multiply_input_row<PHASE>(sums, work, i + PHASE);
         });
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, 1)
     forward_stride1(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                    Element* __restrict__ output, const __grid_constant__ Stride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
@@ -266,19 +268,19 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     Ring each = ring;
-    for (int s = 0; s < SLOTS; ++s, each.advance()) {
+    for (int s = 0; s < STAGES; ++s, each.advance()) {
       ptx::init_barrier(each.full(), 1);
-      ptx::init_barrier(each.empty(), MULTIPLY_THREADS / 32);
+      ptx::init_barrier(each.empty(), CONSUMER_THREADS / 32);
     }
     ptx::init_barrier(weight_barrier, 1);
     ptx::fence_barrier_init();
   }
   __syncthreads();
   const int tile = blockIdx.x % CHANNEL_TILES, first = blockIdx.x / CHANNEL_TILES, step = gridDim.x / CHANNEL_TILES;
-  if (threadIdx.x >= MULTIPLY_THREADS) {
-    if (threadIdx.x == MULTIPLY_THREADS) fill(ring, weight_barrier, input, packed, sizes, tile, first, step);
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    if (threadIdx.x == CONSUMER_THREADS) produce(ring, weight_barrier, input, packed, sizes, tile, first, step);
   } else {
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
-    Multiplier{ring, base, lane, warp, tile * TILE_CHANNELS, epilogue, output, sizes}.run(weight_barrier, first, step);
+    Consumer{ring, base, lane, warp, tile * TILE_CHANNELS, epilogue, output, sizes}.run(weight_barrier, first, step);
   }
 }

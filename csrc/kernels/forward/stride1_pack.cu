@@ -1,8 +1,9 @@
-// Weights [in, out, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order that forward/stride1.cu multiplies from
-// (forward/stride1_weights.cuh), float32 rounded to TF32. Runs before every forward pass, so that packed weights are never stale.
+// Packs weights [in, out, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order from which forward/stride1.cu
+// multiplies (forward/stride1_weights.cuh); float32 is rounded to TF32. It runs before every forward pass, so that packed
+// weights are never stale.
 //
-// OF_GRAD_INPUT: the gradient of the input is a convolution of the output's gradient, so what is read are weights [out, in,
-// KERNEL_H, KERNEL_W] in the names of that convolution, with the taps backwards. A thread writes 16 bytes.
+// OF_GRAD_INPUT: the gradient of the input is a convolution of the output's gradient. It reads weights [out, in, KERNEL_H,
+// KERNEL_W], in the names of that convolution, with the taps reversed. A thread writes 16 bytes.
 #include "common/mma.cuh"
 #include "forward/stride1_weights.cuh"
 

@@ -1,10 +1,10 @@
-// Forward of a tiny problem, any geometry and layout: one launch without a workspace, one thread for each output.
+// Forward of a tiny problem of any geometry and layout: one launch without a workspace, one thread for each output.
 //
 //   output[n, co, oh, ow] = bias[co] + sum over ci in the group of co, and kh, kw, with
 //       oh + padding_h - kh * dilation_h = stride_h * ih, 0 <= ih < height (and the same horizontally)
 //       of input[n, ci, ih, iw] * weight[ci, co, kh, kw]
 //
-// A block computes THREADS outputs in the order of NCHW. Offsets are of 32 bits.
+// A block computes THREADS outputs in the order of NCHW. Offsets are 32-bit integers.
 #include "common/tiny.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

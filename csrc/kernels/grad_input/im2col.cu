@@ -1,38 +1,31 @@
-// Gradient of the input from NCHW as it lies, strides above 1 (sm_90a): an implicit GEMM whose unfolded operand exists in
-// registers alone.
+// Gradient of the input, strides above 1, from NCHW tensors without a layout conversion (sm_90a): an implicit GEMM whose
+// im2col operand exists only in registers.
 //
-//   M = cells, each one pixel of grad_input: WARPGROUPS times M_TILES multiplies of 64 cells
+//   M = positions, each one pixel of grad_input: WARPGROUPS times M_TILES multiplies of 64 positions
 //   N = BLOCK_CHANNELS channels of the input
-//   K = channels of the output x taps, as the weight lies: no packing
+//   K = channels of the output x taps, in the weight's own order: it needs no packing
 //
-// The copy engine brings both operands, in two rings. A stage of the input is a box of grad_output, [image][channel][row]
-// [column], all that the taps of the tile's cells reach in STAGE_CHANNELS channels. A stage of the weights is 128 bytes of k
-// of BLOCK_CHANNELS rows, swizzled. A step of k is 8 words (32 bits: one tap in float32, two in 16
-// bits, loaded at once or, where they do not lie together in one word of the box, as HALVES). Each thread loads its words of
-// the left operand from the box, one address per cell and an offset per word of k, so any kernel, stride and padding is
-// but another table of offsets; the multiplier reads the weights.
+// The tensor memory accelerator (TMA) loads both operands into two rings of stages. A stage of the input is a box of
+// grad_output, [image][channel][row][column]: all that the taps of the tile's positions reach in STAGE_CHANNELS channels. A
+// stage of the weights is 128 bytes of k of BLOCK_CHANNELS rows, swizzled. A step of k is 8 words of 32 bits. A word is one
+// tap in float32 and two taps in 16 bits, which are loaded at once, or as HALVES where no single word of the box holds
+// both. Each thread loads its words of the left operand from the box, by an address for each position and an offset for each
+// word of k, so another kernel, stride or padding only changes the table of offsets. wgmma reads the weights from shared
+// memory.
 //
-// Cells of a tile are numbered through TILE_N images of TILE_H x TILE_W, those past the last are none. PAIRED: rows g and
-// g + 8 of a multiply are neighbouring cells, which are stored together.
+// The positions of a tile are numbered through TILE_N images of TILE_H x TILE_W; rows of a multiply past the last one are
+// not stored. PAIRED: rows g and g + 8 of a multiply are neighbouring positions, which one thread stores together.
 //
-// The loop is over rounds of stages, as many as are whole stages of the weights, too: what is left of the last one is zeros.
+// The main loop goes by rounds: the fewest stages of the input that fill whole stages of the weights. What the last round
+// has too much is zeros.
 //
-// Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; rows of grad_output and of the weight are 16-byte
-// multiples; any kernel, stride, padding, dilation; several groups of whole rounds alone. FOLD_W: columns are two dimensions
-// of the map, so many and the rest, since a box has 256 of them at most. PARTIAL: grad_input is float32 [sizes.splits, ...],
-// each with its share of the rounds.
-#include "common/integers.cuh"
-#include "common/mma.cuh"
-#include "common/wgmma.cuh"
-#include "common/pipeline.cuh"
-#include "common/tma.cuh"
-#include "common/stages.cuh"
-#include "common/sizes.cuh"
+// Covers: float32 as TF32 (TMA rounds), float16, bfloat16; rows of grad_output and of the weight that are multiples of 16
+// bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. COLUMN_BLOCK > 1: the
+// tensor map has two dimensions for the columns, COLUMN_BLOCK of them and the rest, because a box has at most 256 elements
+// along a dimension. PARTIAL: grad_input is float32 [sizes.splits, ...], and each split has its share of the rounds.
+#include "grad_input/tma_gemm.cuh"
 
-using ptx::u32;
-using ptx::u64;
-
-// ---- the unfolded operand ----------------------------------------------------------------------------------------
+// ---- the im2col operand ------------------------------------------------------------------------------------------
 
 constexpr int ITEM = static_cast<int>(sizeof(Element)), WORD = 4 / ITEM, TAPS = KERNEL_H * KERNEL_W;
 constexpr int STEP_WORDS = 8, STEPS = STAGE_CHANNELS * TAPS / (STEP_WORDS * WORD);
@@ -40,20 +33,20 @@ static_assert(STAGE_CHANNELS * TAPS % (STEP_WORDS * WORD) == 0);
 
 constexpr int IMAGE_PITCH = STAGE_CHANNELS * BOX_H * BOX_W;
 
-/// Elements from a cell's first to the k-th of a stage.
-__device__ constexpr int place_of(int k) {
+/// Returns the elements from the first one that a position reads to its k-th of a stage.
+__device__ constexpr int offset_of_k(int k) {
   const int tap = k % TAPS;
   return (k / TAPS * BOX_H + tap / KERNEL_W * DILATION_H) * BOX_W + tap % KERNEL_W * DILATION_W;
 }
-/// Loads of a word: of 16 bits in HALVES two.
+/// How many loads a word takes.
 constexpr int LOADS = HALVES ? 2 : 1;
 static_assert(!HALVES || WORD == 2);
-/// Whether any four words of k, that four lanes load, lie to one another as the first four do.
+/// Returns whether the four words of k that four lanes load have the same distances everywhere as the first four.
 __device__ constexpr bool is_regular() {
   for (int k = 0; k < STEPS * STEP_WORDS * WORD; ++k) {
     const int four = k / (4 * WORD) * (4 * WORD);
-    if (place_of(k) != place_of(four) + place_of(k - four)) return false;
-    if (k % WORD == 1 && place_of(k) - place_of(k - 1) != place_of(1)) return false;
+    if (offset_of_k(k) != offset_of_k(four) + offset_of_k(k - four)) return false;
+    if (k % WORD == 1 && offset_of_k(k) - offset_of_k(k - 1) != offset_of_k(1)) return false;
   }
   return true;
 }
@@ -61,27 +54,25 @@ constexpr bool REGULAR = is_regular();
 
 // ---- shared memory, in bytes from its beginning ------------------------------------------------------------------
 
-constexpr int ROW = 128, BOX_WORDS = ROW / 4, BOX_STEPS = BOX_WORDS / STEP_WORDS;
-constexpr int K_GROUP = IN_CHANNELS / GROUPS, CHANNELS_GROUP = OUT_CHANNELS / GROUPS;
-/// Stages of a round, and rounds.
-constexpr int ROUND = STEPS % BOX_STEPS == 0 ? 1 : STEPS % 2 == 0 ? 2 : 4, ROUND_BOXES = ROUND * STEPS / BOX_STEPS;
-constexpr int ROUNDS = ceil_div(K_GROUP, STAGE_CHANNELS * ROUND), M_BLOCKS = ceil_div(CHANNELS_GROUP, BLOCK_CHANNELS);
+constexpr int BOX_WORDS = ROW / 4, BOX_STEPS = BOX_WORDS / STEP_WORDS;
+/// How many stages of the input, and of the weights, a round has, and how many rounds the sum over k has.
+constexpr int ROUND = STEPS % BOX_STEPS == 0 ? 1 : STEPS % 2 == 0 ? 2 : 4, ROUND_WEIGHT_STAGES = ROUND * STEPS / BOX_STEPS;
+constexpr int ROUNDS = ceil_div(K_GROUP, STAGE_CHANNELS * ROUND);
 constexpr int INPUT_BYTES = TILE_N * IMAGE_PITCH * ITEM, INPUT_PITCH = round_up(INPUT_BYTES, 128);
-constexpr int WEIGHT_BYTES = BLOCK_CHANNELS * ROW;
 constexpr int INPUTS = WEIGHT_STAGES * WEIGHT_BYTES;
 constexpr int INPUT_BARRIERS = INPUTS + INPUT_STAGES * INPUT_PITCH, WEIGHT_BARRIERS = INPUT_BARRIERS + 2 * INPUT_STAGES * 8;
 static_assert(BOX_STEPS == 4 && (GROUPS == 1 || K_GROUP % (STAGE_CHANNELS * ROUND) == 0));
 static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "the plan and the kernel must agree");
 
-/// Two of those that ask have work; registers move by whole warpgroups.
-constexpr int MULTIPLYING = 128 * WARPGROUPS, ASKING = 128;
-constexpr int ASKING_REGISTERS = 24, MULTIPLY_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
-constexpr int TILE_CELLS = TILE_N * TILE_H * TILE_W;
+/// Two producer threads issue copies; the rest of their warpgroup is there because registers move by whole warpgroups.
+constexpr int CONSUMER_THREADS = 128 * WARPGROUPS, PRODUCER_THREADS = 128;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
+constexpr int TILE_POSITIONS = TILE_N * TILE_H * TILE_W;
 
 using InputRing = StageRing<INPUT_STAGES, INPUTS, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = StageRing<WEIGHT_STAGES, 0, WEIGHT_BYTES, WEIGHT_BARRIERS>;
 
-/// What one turn of a block computes. `image`, `row`, `col`: its first cell.
+/// One work tile of a persistent block. `image`, `row`, `col`: its first position.
 struct Work {
   int split, block, group, image, row, col;
   int first_round, rounds;
@@ -103,27 +94,24 @@ struct Work {
     row = rows * TILE_H;
     col = sizes.row_tiles.remainder(in_image, rows) * TILE_W;
   }
-  __device__ __forceinline__ static int count(const Sizes& sizes) {
-    return sizes.tiles * (GROUPS * M_BLOCKS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
-  }
 };
 
 #include "common/ping_pong.cuh"
 
-// ---- those that ask ----------------------------------------------------------------------------------------------
+// ---- the producers -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
+__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
   InputRing ring(shared);
-  for_each_work_tile(Work::count(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
-    const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - LEAD;
+    const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - ALIGNMENT_COLUMNS;
     int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
     for (int stage = work.rounds * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expect_tx(ring.full(), INPUT_BYTES);
-      if constexpr (FOLD_W > 1) {
-        ptx::tma_load(ring.data(), map, 0, col / FOLD_W, row, channel, work.image, ring.full());
+      if constexpr (COLUMN_BLOCK > 1) {
+        ptx::tma_load(ring.data(), map, 0, col / COLUMN_BLOCK, row, channel, work.image, ring.full());
       } else {
         ptx::tma_load(ring.data(), map, col, row, channel, work.image, ring.full());
       }
@@ -132,13 +120,13 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
+__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  for_each_work_tile(Work::count(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
-    int k = work.first_round * ROUND_BOXES * BOX_WORDS * WORD;
+    int k = work.first_round * ROUND_WEIGHT_STAGES * BOX_WORDS * WORD;
 #pragma unroll 1
-    for (int box = work.rounds * ROUND_BOXES; box > 0; --box, k += BOX_WORDS * WORD) {
+    for (int box = work.rounds * ROUND_WEIGHT_STAGES; box > 0; --box, k += BOX_WORDS * WORD) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
       ptx::tma_load(ring.data(), map, k, work.block * BLOCK_CHANNELS, work.group, ring.full());
@@ -147,41 +135,36 @@ __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map
   });
 }
 
-// ---- those that multiply -----------------------------------------------------------------------------------------
+// ---- the consumers -----------------------------------------------------------------------------------------------
 
-/// This warp's word that it is done with a stage.
-__device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
-  if (wanted && threadIdx.x % 32 == 0) ptx::arrive(barrier);
-}
-
-/// The number in the tile of the cell that is row g + 8 * half of this thread's warp in multiply `m`.
-__device__ __forceinline__ int cell_of(int m, int half) {
+/// Returns the number within the tile of the position that is row g + 8 * half of this thread's warp in multiply `m`.
+__device__ __forceinline__ int tile_position(int m, int half) {
   const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
   return threadIdx.x / 128 * (64 * M_TILES) + m * 64 + warp * 16 + (PAIRED ? 2 * g + half : g + 8 * half);
 }
 
-/// Where this thread finds its words of a stage, in bytes.
-struct Places {
-  u32 cell[M_TILES][2];
+/// Loads this thread's words of the im2col operand. All offsets are bytes from the beginning of a stage.
+struct InputOperand {
+  u32 position[M_TILES][2];
   u32 word[REGULAR ? 1 : 2 * STEPS][LOADS];
 
-  __device__ __forceinline__ Places() {
+  __device__ __forceinline__ InputOperand() {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int cell = cell_of(m, half), col = cell % TILE_W, row = cell / TILE_W % TILE_H, image = cell / (TILE_W * TILE_H);
-        const int place = cell < TILE_CELLS ? image * IMAGE_PITCH + row * STEP_H * BOX_W + col * STEP_W : 0;
-        this->cell[m][half] = (LEAD + place + (REGULAR ? place_of(WORD * t) : 0)) * ITEM;
+        const int position = tile_position(m, half), col = position % TILE_W, row = position / TILE_W % TILE_H, image = position / (TILE_W * TILE_H);
+        const int offset = position < TILE_POSITIONS ? image * IMAGE_PITCH + row * STEP_H * BOX_W + col * STEP_W : 0;
+        this->position[m][half] = (ALIGNMENT_COLUMNS + offset + (REGULAR ? offset_of_k(WORD * t) : 0)) * ITEM;
       }
 #pragma unroll
     for (int i = 0; i < (REGULAR ? 0 : 2 * STEPS); ++i)
 #pragma unroll
-      for (int load = 0; load < LOADS; ++load) word[i][load] = place_of((4 * i + t) * WORD + load) * ITEM;
+      for (int load = 0; load < LOADS; ++load) word[i][load] = offset_of_k((4 * i + t) * WORD + load) * ITEM;
   }
 
-  /// The words of one step: words t of both rows, then words t + 4.
+  /// Loads the words of one step: words t of both rows, then words t + 4.
   template <int STEP>
   __device__ __forceinline__ void load(u32 (&words)[M_TILES][4], u32 stage) const {
 #pragma unroll
@@ -190,8 +173,9 @@ struct Places {
 #pragma unroll
       for (int load = 0; load < LOADS; ++load) {
         const int four = STEP * 2 + i;
-        // Pinned: else the compiler keeps the sum of every cell and every word in a register.
-        from[load] = REGULAR ? stage + (place_of(4 * four * WORD) + load * place_of(1)) * ITEM : ptx::keep_in_register(stage + word[REGULAR ? 0 : four][load]);
+        // Pinned: otherwise the compiler keeps the sum for each pair of a position and a word in a register of its own.
+        from[load] = REGULAR ? stage + (offset_of_k(4 * four * WORD) + load * offset_of_k(1)) * ITEM
+                             : ptx::keep_in_register(stage + word[REGULAR ? 0 : four][load]);
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
@@ -199,30 +183,27 @@ struct Places {
         for (int half = 0; half < 2; ++half) {
           u32 loaded[LOADS];
 #pragma unroll
-          for (int load = 0; load < LOADS; ++load) ptx::load_shared_bytes<HALVES ? 2 : 4>(loaded + load, from[load] + cell[m][half]);
+          for (int load = 0; load < LOADS; ++load) ptx::load_shared_bytes<HALVES ? 2 : 4>(loaded + load, from[load] + position[m][half]);
           words[m][2 * i + half] = HALVES ? __byte_perm(loaded[0], loaded[LOADS - 1], 0x5410) : loaded[0];
         }
     }
   }
 };
 
-/// sums.of[m][c / 2 + 2 * half + i] of lane 4g + t: cell_of(m, half), channel c + 2t + i.
-struct Sums {
-  float of[M_TILES][BLOCK_CHANNELS / 2];
-};
-
-/// TOGETHER: rows of grad_input have an even number of columns, so pairs of cells are neighbours there.
-template <bool TOGETHER>
-__device__ __forceinline__ void store(const Sums& sums, Out* output, const Work& work, const Sizes& sizes) {
+/// Stores a work tile: accumulators.of[m][c / 2 + 2 * half + i] of lane 4g + t belongs to position tile_position(m, half) and
+/// channel c + 2t + i. IN_PAIRS: rows of grad_input have an even number of columns, so that pairs of positions are neighbours
+/// in memory.
+template <bool IN_PAIRS>
+__device__ __forceinline__ void store(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes) {
   const int channel = work.block * BLOCK_CHANNELS + threadIdx.x % 4 * 2;
   const long long out_pixels = sizes.out_pixels();
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-    for (int half = 0; half < (TOGETHER ? 1 : 2); ++half) {
-      const int cell = cell_of(m, half);
-      const int col = work.col + cell % TILE_W, row = work.row + cell / TILE_W % TILE_H, image = work.image + cell / (TILE_W * TILE_H);
-      const bool exists = cell < TILE_CELLS && col < sizes.out_width && row < sizes.out_height && image < sizes.batch;
+    for (int half = 0; half < (IN_PAIRS ? 1 : 2); ++half) {
+      const int position = tile_position(m, half);
+      const int col = work.col + position % TILE_W, row = work.row + position / TILE_W % TILE_H, image = work.image + position / (TILE_W * TILE_H);
+      const bool exists = position < TILE_POSITIONS && col < sizes.out_width && row < sizes.out_height && image < sizes.batch;
       Out* to = output + (static_cast<long long>(image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * out_pixels +
                 row * sizes.out_width + col;
 #pragma unroll
@@ -231,8 +212,8 @@ __device__ __forceinline__ void store(const Sums& sums, Out* output, const Work&
         for (int i = 0; i < 2; ++i) {
           if (!exists || channel + c + i >= CHANNELS_GROUP) continue;
           Out* there = to + (c + i) * out_pixels;
-          const float* value = sums.of[m] + c / 2 + half * 2 + i;
-          if constexpr (!TOGETHER) {
+          const float* value = accumulators.of[m] + c / 2 + half * 2 + i;
+          if constexpr (!IN_PAIRS) {
             *there = store_as<Out>(value[0]);
           } else if constexpr (sizeof(Out) == 4) {
             *reinterpret_cast<float2*>(there) = make_float2(value[0], value[2]);
@@ -243,102 +224,86 @@ __device__ __forceinline__ void store(const Sums& sums, Out* output, const Work&
     }
 }
 
-/// Multiplies by one work after another.
-struct Multiplier {
-  const Places places;
+/// A consumer warpgroup, which computes one work tile after another.
+struct Consumer {
+  const InputOperand operand;
   InputRing input;
   WeightRing weights;
-  /// Of a step and the next.
+  /// The im2col operand of a step and of the next one.
   u32 words[2][M_TILES][4];
 
-  __device__ __forceinline__ explicit Multiplier(u32 shared) : input(shared), weights(shared) {}
+  __device__ __forceinline__ explicit Consumer(u32 shared) : input(shared), weights(shared) {}
 
-  /// The steps of a round from STEP on. `first`: of the work's rounds.
+  /// Multiplies the steps of a round from STEP on. `first`: this is the first round of the work tile.
   template <int STEP>
-  __device__ __forceinline__ void steps(Sums& sums, bool first) {
+  __device__ __forceinline__ void steps(Accumulators& accumulators, bool first) {
     if constexpr (STEP < ROUND * STEPS) {
       if constexpr (STEP % STEPS == 0) ptx::wait_for_phase(input.full(), input.parity);
       u32(&now)[M_TILES][4] = words[STEP % 2];
-      places.template load<STEP % STEPS>(now, input.data());
+      operand.template load<STEP % STEPS>(now, input.data());
       if constexpr (STEP % BOX_STEPS == 0) ptx::wait_for_phase(weights.full(), weights.parity);
       const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + STEP % BOX_STEPS * 2;
       ptx::fence_wgmma();
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<BLOCK_CHANNELS, PRECISION>(sums.of[m], now[m], b);
+      for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<BLOCK_CHANNELS, PRECISION>(accumulators.of[m], now[m], b);
       ptx::commit_wgmma();
       if constexpr (STEP % STEPS == STEPS - 1) {
-        // The words are in registers.
+        // The words are in registers, so the stage can be loaded again.
         release(input.empty());
         input.advance();
       }
       ptx::wait_wgmma<1>();
       if constexpr (STEP % BOX_STEPS == 0) release(weights.empty_before(), STEP > 0 || !first);
       if constexpr (STEP % BOX_STEPS == BOX_STEPS - 1) weights.advance();
-      steps<STEP + 1>(sums, first);
+      steps<STEP + 1>(accumulators, first);
     }
   }
 
-  __device__ __forceinline__ void multiply(Sums& sums, int rounds) {
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
-    // One at least, and nobody knows how many: else the compiler parts the loop.
+  __device__ __forceinline__ void multiply(Accumulators& accumulators, int rounds) {
+    accumulators.clear();
+    // At least one round, and the compiler must not know how many: otherwise it splits the loop.
     u32 left = ptx::keep_in_register(rounds);
     bool first = true;
 #pragma unroll 1
     do {
-      steps<0>(sums, first);
+      steps<0>(accumulators, first);
       first = false;
     } while (--left > 0);
-    ptx::wait_wgmma<0>();
-    // Else the compiler reads them as bits before.
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) asm volatile("" : "+f"(sums.of[m][i]));
+    accumulators.wait();
     release(weights.empty_before());
   }
 };
 
-extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, 1)
     grad_input_im2col(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                         Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    InputRing input(shared);
-    for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
-      ptx::init_barrier(input.full(), 1);
-      ptx::init_barrier(input.empty(), MULTIPLYING / 32);
-    }
-    WeightRing weights(shared);
-    for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
-      ptx::init_barrier(weights.full(), 1);
-      ptx::init_barrier(weights.empty(), MULTIPLYING / 32);
-    }
+    set_up_ring<INPUT_STAGES>(InputRing(shared), CONSUMER_THREADS / 32);
+    set_up_ring<WEIGHT_STAGES>(WeightRing(shared), CONSUMER_THREADS / 32);
     ptx::fence_barrier_init();
   }
   __syncthreads();
 
-  if (threadIdx.x >= MULTIPLYING) {
-    ptx::shrink_registers<ASKING_REGISTERS>();
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    ptx::shrink_registers<PRODUCER_REGISTERS>();
     ptx::wait_for_previous_launch();
-    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, sizes);
-    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, sizes);
+    if (threadIdx.x == CONSUMER_THREADS) produce_input(shared, grad_output, sizes);
+    if (threadIdx.x == CONSUMER_THREADS + 32) produce_weights(shared, weight, sizes);
   } else {
-    ptx::grow_registers<MULTIPLY_REGISTERS>();
-    Multiplier multiplier(shared);
-    for_each_work_tile(Work::count(sizes), [&](int index) {
+    ptx::grow_registers<CONSUMER_REGISTERS>();
+    Consumer consumer(shared);
+    for_each_work_tile(work_tiles(sizes), [&](int index) {
       const Work work(index, sizes);
-      Sums sums;
-      multiplier.multiply(sums, work.rounds);
+      Accumulators accumulators;
+      consumer.multiply(accumulators, work.rounds);
       Out* to = grad_input;
-      if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
+      if constexpr (PARTIAL) to += split_offset(work.split, sizes);
       if (PAIRED && TILE_W % 2 == 0 && sizes.out_width % 2 == 0) {
-        store<PAIRED && TILE_W % 2 == 0>(sums, to, work, sizes);
+        store<PAIRED && TILE_W % 2 == 0>(accumulators, to, work, sizes);
       } else {
-        store<false>(sums, to, work, sizes);
+        store<false>(accumulators, to, work, sizes);
       }
     });
   }

@@ -1,15 +1,16 @@
-// Gradient of the input, strides above 1, on tensor cores: the implicit GEMM of forward/implicit_gemm_mma.cu, with the stride in
-// what it reads (grad_input/implicit_gemm_layout.cuh) instead of in what it writes.
+// Gradient of the input, strides above 1, on tensor cores (mma.sync): the implicit GEMM of forward/implicit_gemm_mma.cu. The
+// stride is in what it reads (grad_input/implicit_gemm_layout.cuh) instead of in what it writes.
 //
 //   M = channels of the input: the packed weights (forward/implicit_gemm_pack.cu, OF_GRAD_INPUT), one 16-byte load a fragment
-//   N = cells, each one pixel of grad_input: 8 neighbours a fragment of a picture, at any shift
-//   K = taps x channels of the output, by slices of chunks of CHUNK_WORDS words through a ring of STAGES stages
+//   N = positions, each one pixel of grad_input: 8 neighbours of a phase's image make a fragment, at any shift
+//   K = taps x channels of the output, by the phases of chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
-// For one column of taps, the fragments of all rows of a picture are loaded once and serve every tap that meets it.
+// For one column of taps, the fragments of all rows of a phase's image are loaded once and serve every tap that meets them.
 //
-// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
-// stride, padding, output padding, dilation, groups with at most 16 phases an axis that have taps; sm_80 and up. grad_input/implicit_gemm.py says for which it pays.
-// Input: 16-byte aligned. PARTIAL: as in forward/implicit_gemm_mma.cu.
+// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel, stride,
+// padding, output padding, dilation and groups with at most 16 phases of an axis that have taps; sm_80 and up.
+// grad_input/implicit_gemm.py says where it is used. The input is aligned to 16 bytes. PARTIAL: as in
+// forward/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "forward/implicit_gemm_taps.cuh"
 #include "grad_input/implicit_gemm_layout.cuh"
@@ -21,37 +22,37 @@
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 
-/// Rows of a slice's pictures that one warp's cells of an image reach.
-template <int SLICE>
-constexpr int REACH = FRAGMENT_H * (WARP_ROWS - 1) + SOURCE_ROWS.reach(SLICE / SLICES_W) + 1;
+/// Rows of a phase's images that the positions of one warp reach in an image of the batch.
+template <int PHASE>
+constexpr int REACH = FRAGMENT_H * (WARP_ROWS - 1) + SOURCE_ROWS.reach(PHASE / SOURCE_PHASES_W) + 1;
 
-/// Whether row `reach` of them is multiplied by a tap.
-__device__ constexpr bool row_used(int slice, int reach) {
+/// Returns whether a tap multiplies row `reach` of them.
+__device__ constexpr bool row_used(int phase, int reach) {
   for (int k = 0; k < KERNEL_H; ++k)
     for (int r = 0; r < WARP_ROWS; ++r)
-      if (SOURCE_ROWS.rank(SOURCE_ROWS.phase(k)) == slice / SLICES_W && r * FRAGMENT_H + SOURCE_ROWS.shift(k) == reach) return true;
+      if (SOURCE_ROWS.rank(SOURCE_ROWS.phase(k)) == phase / SOURCE_PHASES_W && r * FRAGMENT_H + SOURCE_ROWS.shift(k) == reach) return true;
   return false;
 }
-/// Whether the slice has taps of column kw.
-__device__ constexpr bool column_used(int slice, int kw) {
+/// Returns whether the phase has taps of column kw.
+__device__ constexpr bool column_used(int phase, int kw) {
   for (int k = 0; k < KERNEL_H; ++k)
-    if (in_slice(slice, k, kw)) return true;
+    if (in_phase(phase, k, kw)) return true;
   return false;
 }
 
-/// Add one step of 8 words of k for the taps of column KW. `weights`: this lane's first word of the step's fragments;
-/// `input`: this lane's place in the fragment at the warp's first cell, in the slice's first picture.
-template <int SLICE, int KW>
+/// Adds one step of 8 words of k for the taps of column KW. `weights`: this lane's first word of the step's fragments.
+/// `input`: this lane's address in the fragment at the warp's first position, in the phase's first image.
+template <int PHASE, int KW>
 __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 input) {
   constexpr int FIRST =
-      (INPUT_CHANNELS_LAST ? 0 : SOURCE_COLS.rank(SOURCE_COLS.phase(KW)) * PICTURE_PITCH) + SOURCE_COLS.shift(KW);
-  u32 b[WARP_IMAGES][REACH<SLICE>][WARP_COLS][2];
-  [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH<SLICE> : 1][WARP_COLS][2];
+      (INPUT_CHANNELS_LAST ? 0 : SOURCE_COLS.rank(SOURCE_COLS.phase(KW)) * COLUMN_PHASE_PITCH) + SOURCE_COLS.shift(KW);
+  u32 b[WARP_IMAGES][REACH<PHASE>][WARP_COLS][2];
+  [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH<PHASE> : 1][WARP_COLS][2];
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
-    static_for<0, REACH<SLICE>>([&](auto reach) {
+    static_for<0, REACH<PHASE>>([&](auto reach) {
       constexpr int ROW = decltype(reach)::value;
-      if constexpr (row_used(SLICE, ROW)) {
+      if constexpr (row_used(PHASE, ROW)) {
 #pragma unroll
         for (int col = 0; col < WARP_COLS; ++col) {
           u32(&fragment)[2] = b[image][ROW][col];
@@ -63,10 +64,10 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
     });
   static_for<0, KERNEL_H>([&](auto index) {
     constexpr int KH = decltype(index)::value;
-    if constexpr (in_slice(SLICE, KH, KW)) {
+    if constexpr (in_phase(PHASE, KH, KW)) {
 #pragma unroll
       for (int i = 0; i < WARP_M_TILES; ++i) {
-        const u32 address = weights + (rank_in_slice(KH, KW) * TAP_WORDS + i * FRAGMENT_WORDS) * 4;
+        const u32 address = weights + (rank_in_phase(KH, KW) * TAP_WORDS + i * FRAGMENT_WORDS) * 4;
         const uint4 a = ptx::load_shared_vector(address);
         [[maybe_unused]] uint4 a_low;
         if constexpr (PARTS == 2) a_low = ptx::load_shared_vector(address + BLOCK_M_TILES * FRAGMENT_WORDS * 4);
@@ -79,7 +80,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
               float(&sum)[4] = sums.at(0, i, image, col, row);
               const int reach = SOURCE_ROWS.shift(KH) + row * FRAGMENT_H;
               if constexpr (PARTS == 2) {
-                // The multiplier truncates its sums; adding them here rounds to nearest, once for the three.
+                // The tensor cores truncate their sums; adding them here rounds to nearest, once for the three products.
                 float part[4] = {0.f, 0.f, 0.f, 0.f};
                 ptx::mma<PRECISION>(part, a, b_low[image][reach][col]);
                 ptx::mma<PRECISION>(part, a_low, b[image][reach][col]);
@@ -95,12 +96,12 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
   });
 }
 
-/// All taps of the slice.
-template <int SLICE>
+/// Adds one step of k for all taps of the phase.
+template <int PHASE>
 __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
   static_for<0, KERNEL_W>([&](auto column) {
     constexpr int KW = decltype(column)::value;
-    if constexpr (column_used(SLICE, KW)) multiply_column<SLICE, KW>(sums, weights, input);
+    if constexpr (column_used(PHASE, KW)) multiply_column<PHASE, KW>(sums, weights, input);
   });
 }
 
@@ -122,34 +123,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const int first_chunk = PARTIAL ? sizes.splits.quotient(split * CHUNKS) : 0;
   const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
 
-  InputFill fill(grad_output, origin, group, sizes);
-  // Slice AHEAD of those from the beginning of `chunk` on is put into the stage of step `at` of the ring.
+  InputLoader loader(grad_output, origin, group, sizes);
+  // Phase AHEAD of those from the beginning of `chunk` on is copied to the stage of step `at` of the ring.
   const auto copy_input = [&](auto ahead, int chunk, int at) {
     constexpr int AHEAD = decltype(ahead)::value;
-    if (chunk + AHEAD / SLICES < end_chunk) fill.copy<AHEAD % SLICES>(input_stage(at), chunk + AHEAD / SLICES);
+    if (chunk + AHEAD / SOURCE_PHASES < end_chunk) loader.copy<AHEAD % SOURCE_PHASES>(input_stage(at), chunk + AHEAD / SOURCE_PHASES);
   };
-  const auto load_input = [&](auto ahead, int chunk) {
+  const auto prefetch_input = [&](auto ahead, int chunk) {
     constexpr int AHEAD = decltype(ahead)::value;
-    if (chunk + AHEAD / SLICES < end_chunk) fill.load<AHEAD % SLICES>(chunk + AHEAD / SLICES);
+    if (chunk + AHEAD / SOURCE_PHASES < end_chunk) loader.load<AHEAD % SOURCE_PHASES>(chunk + AHEAD / SOURCE_PHASES);
   };
-  const auto ask_for_weights = [&](auto ahead, int chunk, int at) {
-    constexpr int AHEAD = decltype(ahead)::value, SLICE = AHEAD % SLICES, RUN = CHUNK_STEPS * slice_taps(SLICE) * TAP_WORDS;
-    chunk += AHEAD / SLICES;
+  const auto load_weights = [&](auto ahead, int chunk, int at) {
+    constexpr int AHEAD = decltype(ahead)::value, PHASE = AHEAD % SOURCE_PHASES, PHASE_WEIGHTS = CHUNK_STEPS * phase_taps(PHASE) * TAP_WORDS;
+    chunk += AHEAD / SOURCE_PHASES;
     if (chunk < end_chunk)
-      copy_weights<RUN>(weight_stage(at), packed + static_cast<long long>(taps_before_slice(SLICE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
-                                              ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + chunk) * RUN);
+      copy_weights<PHASE_WEIGHTS>(weight_stage(at),
+                                  packed + static_cast<long long>(taps_before_phase(PHASE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
+                                      ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + chunk) * PHASE_WEIGHTS);
   };
 
   if constexpr (THROUGH_REGISTERS) {
-    fill.load<0>(first_chunk);
-    fill.store(input_stage(0));
-    load_input(IndexConstant<1>{}, first_chunk);
+    loader.load<0>(first_chunk);
+    loader.store(input_stage(0));
+    prefetch_input(IndexConstant<1>{}, first_chunk);
   } else {
     static_for<0, STAGES - 1>([&](auto s) { copy_input(s, first_chunk, decltype(s)::value); });
   }
   ptx::wait_for_previous_launch();
   static_for<0, STAGES - 1>([&](auto s) {
-    ask_for_weights(s, first_chunk, decltype(s)::value);
+    load_weights(s, first_chunk, decltype(s)::value);
     ptx::commit_copies();
   });
 
@@ -158,12 +160,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
   const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
-  // Of a fragment, a lane reads words t and t + 4 of pixel g (NCHW), or names 4 words of a pixel (channels_last).
+  // A lane reads words t and t + 4 of pixel g of a fragment (NCHW), or gives ldmatrix the address of 4 words of a pixel
+  // (channels_last).
   const int g = INPUT_CHANNELS_LAST ? lane % 8 : lane / 4;
   const int word = INPUT_CHANNELS_LAST ? lane / 8 % 2 * 4 : lane % 4;
   const int lane_pixel = g / (FRAGMENT_W * FRAGMENT_H) * IMAGE_PITCH + g / FRAGMENT_W % FRAGMENT_H * ROW_PITCH + g % FRAGMENT_W;
   const u32 input_offset =
-      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD_CELLS + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
+      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + ALIGNMENT_POSITIONS + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
   const u32 weight_offset = (warp_m * WARP_M_TILES * FRAGMENT_WORDS + lane * 4) * 4;
 
   Sums sums;
@@ -172,21 +175,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   int at = 0;
 #pragma unroll 1
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk)
-    static_for<0, SLICES>([&](auto number) {
-      constexpr int SLICE = decltype(number)::value;
+    static_for<0, SOURCE_PHASES>([&](auto number) {
+      constexpr int PHASE = decltype(number)::value;
       ptx::wait_copies<STAGES - 2>();
       __syncthreads();
       if constexpr (THROUGH_REGISTERS) {
-        if (chunk + (SLICE + 1) / SLICES < end_chunk) fill.store(input_stage(at + 1));
-        load_input(IndexConstant<SLICE + 2>{}, chunk);
+        if (chunk + (PHASE + 1) / SOURCE_PHASES < end_chunk) loader.store(input_stage(at + 1));
+        prefetch_input(IndexConstant<PHASE + 2>{}, chunk);
       } else {
-        copy_input(IndexConstant<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
+        copy_input(IndexConstant<PHASE + STAGES - 1>{}, chunk, at + STAGES - 1);
       }
-      ask_for_weights(IndexConstant<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
+      load_weights(IndexConstant<PHASE + STAGES - 1>{}, chunk, at + STAGES - 1);
       ptx::commit_copies();
 #pragma unroll 1
       for (int step = 0; step < CHUNK_STEPS; ++step)
-        multiply_step<SLICE>(sums, weight_stage(at) + weight_offset + step * (slice_taps(SLICE) * TAP_WORDS) * 4,
+        multiply_step<PHASE>(sums, weight_stage(at) + weight_offset + step * (phase_taps(PHASE) * TAP_WORDS) * 4,
                              input_stage(at) + input_offset + step * STEP_WORDS * K_STEP * 4);
       ++at;
     });

@@ -1,56 +1,49 @@
-// Gradient of the input, strides above 1, from channels_last by boxes of the copy engine (sm_90a): an implicit GEMM.
+// Gradient of the input, strides above 1, from channels_last tensors that TMA loads (sm_90a): an implicit GEMM.
 //
-//   M = cells, each one pixel of grad_input: WARPGROUPS times M_TILES multiplies of 64 cells, 8 groups of 8
+//   M = positions, each one pixel of grad_input: WARPGROUPS times M_TILES multiplies of 64 positions, 8 groups of 8
 //   N = BLOCK_CHANNELS channels of the input
 //   K = taps x channels of the output, by chunks of 128 bytes of channels
 //
-// A stage of the input holds one slice of a chunk: one phase of grad_output (pixels STEP_H and STEP_W apart), one box of
-// TILE_N images with the rows and columns that the taps of the phase reach. There, cells that are neighbours find
-// neighbouring pixels, a row of 128 bytes each, so a tap is a start address. Where a map is narrower than 8 cells (TILE_W
-// below 8), whole rows of it are neighbours, and each shift by columns is a slice of its own. A stage of the weights holds
-// one tap of a chunk. The two rings turn independently: one thread asks for each, and the others multiply and store; with two
-// TEAMS of WARPGROUPS each has every other tile, and one multiplies while the other stores.
+// A stage of the input holds one phase of a chunk: the pixels of grad_output that lie STEP_H and STEP_W apart, as one box of
+// TILE_N images with the rows and columns that the taps of the phase reach. In this box neighbouring positions find
+// neighbouring pixels, a row of 128 bytes each, so a tap is a start address. Where a map is narrower than 8 positions (TILE_W
+// below 8), whole rows of it are neighbours, and each column of taps counts as a phase of its own. A stage of the weights
+// holds one tap of a chunk. One producer thread issues the copies of each of the two rings, and the consumers multiply and
+// store. Of two CONSUMERS (ping-pong, of WARPGROUPS warpgroups each) each computes every other tile, and one multiplies while
+// the other stores.
 //
-// The constants of the tile (kernels/grad_input/implicit_gemm_tma_tile.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
-// input's stage and GROUP_PLACES in the tile, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT (kernel
-// within the stride, no padding): rows of all images are rows of one. DENSE besides: a tile is so many cells in a row,
-// wherever they begin; `box_bytes` of whole rows of the map hold them, INPUT_BYTES at most.
+// Constants of the tile (kernels/grad_input/implicit_gemm_tma_tile.py): 8 positions of a multiply and the next 8 lie
+// GROUP_PIXELS apart in the input's stage and GROUP_POSITIONS apart in the tile, a multiply and the next MULTIPLY_PIXELS and
+// MULTIPLY_POSITIONS. FLAT (kernel within the stride, no padding): rows of all images are rows of one. DENSE (and FLAT): a tile
+// is TILE_POSITIONS positions in a row, wherever they begin; `box_bytes` of whole rows of the map hold them, INPUT_BYTES at most.
 //
-// Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; grad_output and weight in channels_last with 16-byte
-// multiples of channels of a group, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides to 8.
-// PARTIAL: grad_input is float32 [sizes.splits, ...], each with its share of the chunks. SLICES_FIRST: all chunks of a slice,
-// then the next slice; else all slices of a chunk. PHASED (whole strides of columns, one group): the map has the phases
-// of columns as a dimension of its own.
-#include "common/integers.cuh"
-#include "common/mma.cuh"
-#include "common/wgmma.cuh"
-#include "common/pipeline.cuh"
-#include "common/tma.cuh"
+// Covers: float32 as TF32 (TMA rounds), float16, bfloat16; grad_output and weight in channels_last with channels of a group in
+// 16-byte multiples, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides up to 8. PARTIAL: grad_input
+// is float32 [sizes.splits, ...], and each split has its share of the chunks. PHASE_MAJOR: the sum goes over all chunks of a
+// phase, then over the next phase; otherwise over all phases of a chunk. PHASE_DIMENSION (widths of whole strides, one group): the
+// tensor map has a dimension for the phases of columns.
 #include "common/static_for.cuh"
-#include "common/stages.cuh"
-#include "common/sizes.cuh"
+#include "grad_input/tma_gemm.cuh"
 
-using ptx::u32;
-using ptx::u64;
 
-// ---- slices and taps -------------------------------------------------------------------------------------------
+// ---- phases and taps -------------------------------------------------------------------------------------------
 
 constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr bool NARROW = TILE_W < 8;
 constexpr int REACH_H = (KERNEL_H - 1) * DILATION_H / STEP_H;
 constexpr int REACH_W = NARROW ? 0 : (KERNEL_W - 1) * DILATION_W / STEP_W;
-/// Of a box; with DENSE no tap is shifted, so nothing depends on them.
+/// The size of a box; with DENSE no tap is shifted, so nothing depends on it.
 constexpr int BOX_H = TILE_H + REACH_H, BOX_W = TILE_W + REACH_W;
 static_assert(!DENSE || (FLAT && REACH_H == 0 && REACH_W == 0));
 
-/// A slice's first pixel, counted from the tile's first cell, and its taps: which of the kernel, and at which pixel of
-/// the box they meet the first cell. Taps of slice s: first[s] to first[s + 1].
-struct Table {
-  int slices, row[TAPS], col[TAPS], first[TAPS + 1], tap[TAPS], pixel[TAPS];
+/// Each phase's first pixel, counted from the tile's first position, and its taps: which of the kernel they are, and at which
+/// pixel of the box they meet the first position. The taps of phase s are first[s] to first[s + 1].
+struct PhaseTable {
+  int phases, row[TAPS], col[TAPS], first[TAPS + 1], tap[TAPS], pixel[TAPS];
 };
 
-__device__ constexpr Table make_table() {
-  Table t{};
+__device__ constexpr PhaseTable make_table() {
+  PhaseTable t{};
   int taps = 0;
   for (int row = 0; row < STEP_H; ++row)
     for (int col = 0; col < (NARROW ? KERNEL_W : STEP_W); ++col) {
@@ -62,42 +55,39 @@ __device__ constexpr Table make_table() {
             t.pixel[taps++] = kh * DILATION_H / STEP_H * BOX_W + (NARROW ? 0 : kw * DILATION_W / STEP_W);
           }
       if (taps == before) continue;
-      t.row[t.slices] = row;
-      t.col[t.slices] = NARROW ? col * DILATION_W : col;
-      t.first[t.slices++] = before;
+      t.row[t.phases] = row;
+      t.col[t.phases] = NARROW ? col * DILATION_W : col;
+      t.first[t.phases++] = before;
     }
-  t.first[t.slices] = taps;
+  t.first[t.phases] = taps;
   return t;
 }
-__constant__ Table TABLE = make_table();
-constexpr int SLICES = make_table().slices;
+__constant__ PhaseTable PHASE_TABLE = make_table();
+constexpr int PHASES = make_table().phases;
 
 // ---- shared memory, in bytes from its beginning ------------------------------------------------------------------
 
-constexpr int ROW = 128, CHUNK = ROW / static_cast<int>(sizeof(Element));
-constexpr int K_GROUP = IN_CHANNELS / GROUPS, CHANNELS_GROUP = OUT_CHANNELS / GROUPS;
-constexpr int CHUNKS = ceil_div(K_GROUP, CHUNK), M_BLOCKS = ceil_div(CHANNELS_GROUP, BLOCK_CHANNELS);
+constexpr int CHUNK = ROW / static_cast<int>(sizeof(Element)), CHUNKS = ceil_div(K_GROUP, CHUNK);
 constexpr int INPUT_PITCH = round_up(INPUT_BYTES, 1024);
 static_assert(DENSE || INPUT_BYTES == TILE_N * BOX_H * BOX_W * ROW, "the plan and the kernel must agree");
-constexpr int WEIGHT_BYTES = BLOCK_CHANNELS * ROW;
 static_assert(WEIGHT_BYTES % 1024 == 0);
-constexpr int WARPGROUP_CELLS = 64 * M_TILES, TILE_CELLS = WARPGROUPS * WARPGROUP_CELLS;
-/// Of a warp: 16 cells of a multiply on their way out.
+constexpr int WARPGROUP_POSITIONS = 64 * M_TILES, TILE_POSITIONS = WARPGROUPS * WARPGROUP_POSITIONS;
+/// Shared memory in which a warp transposes 16 positions of a multiply before it stores them.
 constexpr int STAGED_BYTES = 16 * ROW;
 constexpr int WEIGHTS = INPUT_STAGES * INPUT_PITCH;
 constexpr int STAGED = WEIGHTS + WEIGHT_STAGES * WEIGHT_BYTES;
-constexpr int INPUT_BARRIERS = STAGED + 4 * TEAMS * WARPGROUPS * STAGED_BYTES;
+constexpr int INPUT_BARRIERS = STAGED + 4 * CONSUMERS * WARPGROUPS * STAGED_BYTES;
 constexpr int WEIGHT_BARRIERS = INPUT_BARRIERS + 2 * INPUT_STAGES * 8;
 constexpr int TURN_BARRIERS = WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8;
-static_assert(SHARED_BYTES == 1024 + TURN_BARRIERS + TEAMS * 8, "the plan and the kernel must agree");
+static_assert(SHARED_BYTES == 1024 + TURN_BARRIERS + CONSUMERS * 8, "the plan and the kernel must agree");
 
-constexpr int TEAM_WARPS = 4 * WARPGROUPS, MULTIPLYING = 32 * TEAM_WARPS * TEAMS, ASKING = 64;
-static_assert(TEAMS == 1 || !PARTIAL);
+constexpr int CONSUMER_WARPS = 4 * WARPGROUPS, CONSUMER_THREADS = 32 * CONSUMER_WARPS * CONSUMERS, PRODUCER_THREADS = 64;
+static_assert(CONSUMERS == 1 || !PARTIAL);
 
 using InputRing = StageRing<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = StageRing<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
 
-/// What one turn of a block computes. `image`, `row`, `col`: its first cell.
+/// One work tile of a persistent block. `image`, `row`, `col`: its first position.
 struct Work {
   int split, block, group, image, row, col;
   int first_chunk, end_chunk;
@@ -115,8 +105,8 @@ struct Work {
     group = index % GROUPS;
     const int tile = index / GROUPS;
     if constexpr (DENSE) {
-      row = sizes.row_positions.quotient(tile * TILE_CELLS);
-      col = sizes.row_positions.remainder(tile * TILE_CELLS, row);
+      row = sizes.row_positions.quotient(tile * TILE_POSITIONS);
+      col = sizes.row_positions.remainder(tile * TILE_POSITIONS, row);
     } else {
       int lines = tile;
       if constexpr (!FLAT) {
@@ -129,28 +119,26 @@ struct Work {
       row *= TILE_H;
     }
   }
-  __device__ __forceinline__ static int count(const Sizes& sizes) {
-    return sizes.tiles * (GROUPS * M_BLOCKS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
-  }
 };
 
 #include "common/ping_pong.cuh"
 #include "grad_input/implicit_gemm_tma_store.cuh"
 
-// ---- those that ask ----------------------------------------------------------------------------------------------
+// ---- the producers -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
+__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
   InputRing ring(shared);
-  for_each_work_tile(Work::count(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
-    for (int outer = SLICES_FIRST ? 0 : work.first_chunk; outer < (SLICES_FIRST ? SLICES : work.end_chunk); ++outer)
+    for (int outer = PHASE_MAJOR ? 0 : work.first_chunk; outer < (PHASE_MAJOR ? PHASES : work.end_chunk); ++outer)
 #pragma unroll 1
-      for (int inner = SLICES_FIRST ? work.first_chunk : 0; inner < (SLICES_FIRST ? work.end_chunk : SLICES); ++inner) {
-        const int chunk = SLICES_FIRST ? inner : outer, slice = SLICES_FIRST ? outer : inner;
-        const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + TABLE.col[slice];
+      for (int inner = PHASE_MAJOR ? work.first_chunk : 0; inner < (PHASE_MAJOR ? work.end_chunk : PHASES); ++inner) {
+        const int chunk = PHASE_MAJOR ? inner : outer, phase = PHASE_MAJOR ? outer : inner;
+        const int row = work.row * STEP_H - PADDING_H + PHASE_TABLE.row[phase];
+        const int col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + PHASE_TABLE.col[phase];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         ptx::arrive_expect_tx(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
-        if constexpr (PHASED) {
+        if constexpr (PHASE_DIMENSION) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
           ptx::tma_load(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
         } else if constexpr (GROUPS == 1) {
@@ -163,18 +151,18 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
+__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  for_each_work_tile(Work::count(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
-    // Slice by slice, or all of them at once: taps are in the order of their slices.
-    constexpr int PARTS = SLICES_FIRST ? SLICES : 1;
+    // Phase by phase, or all of them at once: taps are in the order of their phases.
+    constexpr int OUTER = PHASE_MAJOR ? PHASES : 1;
 #pragma unroll 1
-    for (int part = 0; part < PARTS; ++part)
+    for (int outer_phase = 0; outer_phase < OUTER; ++outer_phase)
       for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
 #pragma unroll 1
-        for (int i = SLICES_FIRST ? TABLE.first[part] : 0; i < (SLICES_FIRST ? TABLE.first[part + 1] : TAPS); ++i) {
-          const int tap = TABLE.tap[i];
+        for (int i = PHASE_MAJOR ? PHASE_TABLE.first[outer_phase] : 0; i < (PHASE_MAJOR ? PHASE_TABLE.first[outer_phase + 1] : TAPS); ++i) {
+          const int tap = PHASE_TABLE.tap[i];
           ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
           ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
           ptx::tma_load(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
@@ -183,60 +171,52 @@ __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map
   });
 }
 
-// ---- those that multiply -----------------------------------------------------------------------------------------
+// ---- the consumers -------------------------------------------------------------------------------------------
 
-/// This warp's word that its multiplies of a stage are done.
-__device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
-  if (wanted && threadIdx.x % 32 == 0) ptx::arrive(barrier);
-}
-
-__device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, const Sizes& sizes) {
+__device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& sizes) {
   const int warpgroup = threadIdx.x / 128 % WARPGROUPS;
   const int warpgroup_pixel =
-      DENSE ? warpgroup * WARPGROUP_CELLS
+      DENSE ? warpgroup * WARPGROUP_POSITIONS
             : (warpgroup / WARPGROUPS_H * (TILE_N * WARPGROUPS_H / WARPGROUPS) * BOX_H + warpgroup % WARPGROUPS_H * (TILE_H / WARPGROUPS_H)) * BOX_W;
   const u32 staged = shared + STAGED + threadIdx.x / 32 * STAGED_BYTES;
 
   InputRing input(shared);
   WeightRing weights(shared);
-  const int team = threadIdx.x / (32 * TEAM_WARPS);
+  const int consumer = threadIdx.x / (32 * CONSUMER_WARPS);
   const auto skip_work = [&] {
-    input.skip<CHUNKS * SLICES>();
+    input.skip<CHUNKS * PHASES>();
     weights.skip<CHUNKS * TAPS>();
   };
-  if (TEAMS > 1 && team > 0) skip_work();
-  ConsumerOrder<TEAMS> order(shared + TURN_BARRIERS, team);
+  if (CONSUMERS > 1 && consumer > 0) skip_work();
+  ConsumerOrder<CONSUMERS> order(shared + TURN_BARRIERS, consumer);
   const auto compute = [&](int index) {
     const Work work(index, sizes);
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
-    Sums sums;
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
+    Accumulators accumulators;
+    accumulators.clear();
     bool first = true;
-    // One round at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
-    u32 rounds = ptx::keep_in_register(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
+    // At least one round, and the compiler must not know how many: otherwise it splits the loop and waits after every multiply.
+    u32 rounds = ptx::keep_in_register(PHASE_MAJOR ? PHASES : work.end_chunk - work.first_chunk);
     order.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
-      for (int stage = 0; stage < (SLICES_FIRST ? work.end_chunk - work.first_chunk : SLICES); ++stage) {
-        const int slice = SLICES_FIRST ? SLICES - static_cast<int>(rounds) : stage;
+      for (int stage = 0; stage < (PHASE_MAJOR ? work.end_chunk - work.first_chunk : PHASES); ++stage) {
+        const int phase = PHASE_MAJOR ? PHASES - static_cast<int>(rounds) : stage;
         ptx::wait_for_phase(input.full(), input.parity);
-        const int begin = TABLE.first[slice], end = TABLE.first[slice + 1];
+        const int begin = PHASE_TABLE.first[phase], end = PHASE_TABLE.first[phase + 1];
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-          const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
+          const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + PHASE_TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
           const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
           ptx::wait_for_phase(weights.full(), weights.parity);
           ptx::fence_wgmma();
-          // Steps of k of 32 bytes; descriptors count in 16.
+          // A step of k is 32 bytes; descriptors count in 16.
 #pragma unroll
           for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
-              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
+              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(accumulators.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
           ptx::commit_wgmma();
           ptx::wait_wgmma<1>();
           release(weights.empty_before(), !first);
@@ -248,53 +228,40 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
       }
     } while (--rounds > 0);
     order.signal_next();
-    ptx::wait_wgmma<0>();
-    // Else the compiler reads them as bits before.
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) asm volatile("" : "+f"(sums.of[m][i]));
+    accumulators.wait();
     release(weights.empty_before());
     release(input.empty_before());
-    if constexpr (TEAMS > 1) skip_work();
+    if constexpr (CONSUMERS > 1) skip_work();
 
     Out* to = output;
-    if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
+    if constexpr (PARTIAL) to += split_offset(work.split, sizes);
     if constexpr (OUTPUT_CHANNELS_LAST) {
-      store_channels_last(sums, to, staged, work, sizes);
+      store_channels_last(accumulators, to, staged, work, sizes);
     } else {
-      store_nchw(sums, to, work, sizes);
+      store_nchw(accumulators, to, work, sizes);
     }
   };
-  for_each_work_tile(Work::count(sizes), compute, team, TEAMS);
+  for_each_work_tile(work_tiles(sizes), compute, consumer, CONSUMERS);
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
+extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, 1)
     grad_input_implicit_gemm_tma(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                      Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, long long box_bytes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    InputRing input(shared);
-    for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
-      ptx::init_barrier(input.full(), 1);
-      ptx::init_barrier(input.empty(), TEAM_WARPS);
-    }
-    WeightRing weights(shared);
-    for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
-      ptx::init_barrier(weights.full(), 1);
-      ptx::init_barrier(weights.empty(), TEAM_WARPS);
-    }
-    ConsumerOrder<TEAMS>::init_barriers(shared + TURN_BARRIERS, TEAM_WARPS);
+    set_up_ring<INPUT_STAGES>(InputRing(shared), CONSUMER_WARPS);
+    set_up_ring<WEIGHT_STAGES>(WeightRing(shared), CONSUMER_WARPS);
+    ConsumerOrder<CONSUMERS>::init_barriers(shared + TURN_BARRIERS, CONSUMER_WARPS);
     ptx::fence_barrier_init();
   }
   __syncthreads();
 
-  if (threadIdx.x >= MULTIPLYING) {
+  if (threadIdx.x >= CONSUMER_THREADS) {
     ptx::wait_for_previous_launch();
-    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, sizes, static_cast<int>(box_bytes));
-    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, sizes);
+    if (threadIdx.x == CONSUMER_THREADS) produce_input(shared, grad_output, sizes, static_cast<int>(box_bytes));
+    if (threadIdx.x == CONSUMER_THREADS + 32) produce_weights(shared, weight, sizes);
   } else {
-    multiply_and_store(shared, grad_input, sizes);
+    consume(shared, grad_input, sizes);
   }
 }

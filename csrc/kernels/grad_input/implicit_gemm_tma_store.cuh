@@ -1,35 +1,35 @@
-// How a warp of grad_input/implicit_gemm_tma.cu stores what it summed up: in channels_last through rows of its own in shared memory,
-// so that 8 lanes store 128 bytes of a cell; in NCHW from registers, 8 lanes 8 neighbouring cells of a channel.
+// The epilogue of a warp of grad_input/implicit_gemm_tma.cu. In channels_last it stores through rows of its own in shared
+// memory, so that 8 lanes store 128 bytes of a position. In NCHW it stores from registers: 8 lanes store 8 neighbouring
+// positions of a channel.
+//
+// accumulators.of[m][c / 2 + r] of lane 4g + t belongs to position g + r / 2 * 8 of the warp's 16 of multiply m, and to
+// channel c + 2t + r % 2.
 #pragma once
 
-/// sums.of[m][c / 2 + r] of lane 4g + t: cell g + r / 2 * 8 of the warp's 16 of multiply m, channel c + 2t + r % 2.
-struct Sums {
-  float of[M_TILES][BLOCK_CHANNELS / 2];
-};
-
-/// Channels of one pass through shared memory; of fewer than a pass there is one block, whose last channels are none.
+/// Channels of one pass through shared memory. Fewer channels than a pass are one block, whose last channels are not stored.
 constexpr int STORED_CHANNELS = ROW / static_cast<int>(sizeof(Out));
 static_assert(!OUTPUT_CHANNELS_LAST || BLOCK_CHANNELS % STORED_CHANNELS == 0 || M_BLOCKS == 1);
 
-/// The cell that is the `row`-th of the warp's 16 of multiply `m`: its image, and its place in there; none of them: -1.
-struct Cell {
+/// The position that is row `row` of the warp's 16 of multiply `m`: its image, and its pixel of the image, or -1 if it does
+/// not exist.
+struct Position {
   int image, pixel;
 };
-__device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes, int m, int row) {
+__device__ __forceinline__ Position position_of_row(const Work& work, const Sizes& sizes, int m, int row) {
   constexpr int WARPGROUP_H = TILE_H / WARPGROUPS_H, WARPGROUP_N = TILE_N / (WARPGROUPS / WARPGROUPS_H);
   const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 % WARPGROUPS;
-  const int place = m * MULTIPLY_PLACES + (warp * 2 + row / 8) * GROUP_PLACES + row % 8;
+  const int in_tile = m * MULTIPLY_POSITIONS + (warp * 2 + row / 8) * GROUP_POSITIONS + row % 8;
   if constexpr (DENSE) {
-    const int cell = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_CELLS + place;
-    const int image = sizes.image_positions.quotient(cell);
-    return {image, image < sizes.batch ? sizes.image_positions.remainder(cell, image) : -1};
+    const int position = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_POSITIONS + in_tile;
+    const int image = sizes.image_positions.quotient(position);
+    return {image, image < sizes.batch ? sizes.image_positions.remainder(position, image) : -1};
   } else {
-    const int line = place / TILE_W, down = line % WARPGROUP_H, further = line / WARPGROUP_H;
-    int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + down;
-    int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further;
-    const int col = work.col + place % TILE_W;
+    const int line = in_tile / TILE_W, rows_down = line % WARPGROUP_H, further_images = line / WARPGROUP_H;
+    int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + rows_down;
+    int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further_images;
+    const int col = work.col + in_tile % TILE_W;
     if constexpr (FLAT) {
-      image = further == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
+      image = further_images == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
       at_row -= image * sizes.out_height;
     }
     const bool inside = at_row < sizes.out_height && col < sizes.out_width && image < sizes.batch;
@@ -37,15 +37,15 @@ __device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes
   }
 }
 
-/// Put STORED_CHANNELS channels of one multiply, from `FIRST` of the block on, into the warp's 16 rows.
+/// Writes STORED_CHANNELS channels of one multiply, from channel FIRST of the block on, to the warp's 16 rows of shared memory.
 template <int FIRST>
-__device__ __forceinline__ void stage_channels(const float* sums, u32 staged) {
+__device__ __forceinline__ void stage_channels(const float* accumulators, u32 staged) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   constexpr int LAST = min_of(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
   if constexpr (sizeof(Out) == 2) {
 #pragma unroll
     for (int c = FIRST; c < LAST; c += 16) {
-      const float* of = sums + c / 2;
+      const float* of = accumulators + c / 2;
       const u32 words[4] = {ptx::pack_pair<PRECISION>(of[0], of[1]), ptx::pack_pair<PRECISION>(of[2], of[3]),
                             ptx::pack_pair<PRECISION>(of[4], of[5]), ptx::pack_pair<PRECISION>(of[6], of[7])};
       ptx::store_matrices(staged + lane % 16 * ROW + (((c - FIRST) / 8 + lane / 16) ^ lane % 8) * 16, words);
@@ -55,15 +55,15 @@ __device__ __forceinline__ void stage_channels(const float* sums, u32 staged) {
     for (int c = FIRST; c < LAST; c += 8)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* of = sums + c / 2 + half * 2;
+        const float* of = accumulators + c / 2 + half * 2;
         const u32 words[2] = {__float_as_uint(of[0]), __float_as_uint(of[1])};
         ptx::store_shared<2>(staged + (half * 8 + g) * ROW + (((c - FIRST) / 4 + t / 2) ^ g) * 16 + t % 2 * 8, words);
       }
   }
 }
 
-/// `staged`: shared memory of the warp's own.
-__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, u32 staged, const Work& work, const Sizes& sizes) {
+/// Stores a work tile. `staged`: the address of the warp's own shared memory.
+__device__ __forceinline__ void store_channels_last(const Accumulators& accumulators, Out* output, u32 staged, const Work& work, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const int channel = work.block * BLOCK_CHANNELS + piece * (16 / static_cast<int>(sizeof(Out)));
   Out* first = output + work.group * CHANNELS_GROUP + channel;
@@ -72,13 +72,13 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
     int pixel[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Cell cell = cell_of_row(work, sizes, M, i * 4 + lane / 8);
-      pixel[i] = cell.pixel < 0 ? -1 : cell.image * sizes.out_pixels() + cell.pixel;
+      const Position position = position_of_row(work, sizes, M, i * 4 + lane / 8);
+      pixel[i] = position.pixel < 0 ? -1 : position.image * sizes.out_pixels() + position.pixel;
     }
     static_for<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
       constexpr int FIRST = decltype(number)::value * STORED_CHANNELS;
       __syncwarp();
-      stage_channels<FIRST>(sums.of[M], staged);
+      stage_channels<FIRST>(accumulators.of[M], staged);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -91,20 +91,21 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   });
 }
 
-__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const Work& work, const Sizes& sizes) {
+__device__ __forceinline__ void store_nchw(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, channel = work.block * BLOCK_CHANNELS + lane % 4 * 2;
   const long long out_pixels = sizes.out_pixels();
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Cell cell = cell_of_row(work, sizes, m, half * 8 + lane / 4);
-      Out* to = output + (static_cast<long long>(cell.image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * out_pixels + cell.pixel;
+      const Position position = position_of_row(work, sizes, m, half * 8 + lane / 4);
+      const long long first_channel = static_cast<long long>(position.image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel;
+      Out* to = output + first_channel * out_pixels + position.pixel;
 #pragma unroll
       for (int c = 0; c < BLOCK_CHANNELS; c += 8)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (cell.pixel >= 0 && channel + c + i < CHANNELS_GROUP)
-            to[(c + i) * out_pixels] = store_as<Out>(sums.of[m][c / 2 + half * 2 + i]);
+          if (position.pixel >= 0 && channel + c + i < CHANNELS_GROUP)
+            to[(c + i) * out_pixels] = store_as<Out>(accumulators.of[m][c / 2 + half * 2 + i]);
     }
 }

@@ -1,21 +1,21 @@
-// Gradient of the input, strides above 1, on Hopper's warpgroup multiply (sm_90a): the implicit GEMM of
-// forward/implicit_gemm_wgmma.cu, with the stride in what it reads (grad_input/implicit_gemm_layout.cuh) instead of in what it writes.
+// Gradient of the input, strides above 1, with wgmma (sm_90a): the implicit GEMM of forward/implicit_gemm_wgmma.cu. The stride
+// is in what it reads (grad_input/implicit_gemm_layout.cuh) instead of in what it writes.
 //
-//   M = 64 channels of the input a warpgroup: the packed weights (forward/implicit_gemm_pack.cu, OF_GRAD_INPUT)
-//   N = cells, each one pixel of grad_input: WARP_ROWS rows of 8, or, where that is 1 or with FLAT, 8 * WARP_COLS in a
+//   M = 64 channels of the input for each warpgroup: the packed weights (forward/implicit_gemm_pack.cu, OF_GRAD_INPUT)
+//   N = positions, each one pixel of grad_input: WARP_ROWS rows of 8, or, where that is 1 or with FLAT, 8 * WARP_COLS in a
 //       row, or with NARROW maps 8 of each of WARP_IMAGES images
-//   K = taps x channels of the output, by slices of chunks of CHUNK_WORDS words through a ring of STAGES stages
+//   K = taps x channels of the output, by the phases of chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
-// Each phase of grad_output that has taps is a picture of its own in shared memory, so a tap is a start address.
+// Each phase of grad_output that has taps is an image of its own in shared memory, so a tap is a start address.
 //
-// A block stays and works on one tile after another. Its first MULTIPLYING threads multiply and store, M_PARTS times 64
-// channels a warpgroup; the FILL_THREADS after them bring the input, and one of those asks for the weights (one run, by
-// bulk copy). Barriers in shared memory say which stages are full and which empty, so that the next tile's slices come
-// while this one's outputs leave.
+// Blocks are persistent: each computes one tile after another. Its first CONSUMER_THREADS threads multiply and store, M_PARTS
+// times 64 channels for each warpgroup. The PRODUCER_THREADS after them load the input, and one of those issues the copies of
+// the weights (bulk copies of one segment each). Barriers in shared memory say which stages are full and which are empty, so
+// that producers load the next tile while consumers store this one.
 //
-// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
-// stride, padding, output padding, dilation, groups with at most 16 phases an axis that have taps. Input: 16-byte
-// aligned. PARTIAL: as in forward/implicit_gemm_mma.cu.
+// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW, and channels_last with channels of 16-byte
+// multiples; any kernel, stride, padding, output padding, dilation and groups with at most 16 phases of an axis that have
+// taps. The input is aligned to 16 bytes. PARTIAL: as in forward/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -27,37 +27,37 @@
 #include "forward/epilogue_warp.cuh"
 #include "common/static_for.cuh"
 
-constexpr int MULTIPLYING = THREADS / M_PARTS, MULTIPLYING_WARPS = MULTIPLYING / 32;
+constexpr int CONSUMER_THREADS = THREADS / M_PARTS, CONSUMER_WARPS = CONSUMER_THREADS / 32;
 static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % (4 * M_PARTS) == 0 && WARP_M_TILES == 1);
 
-/// Cells of one multiply, and multiplies for one tap of one image.
+/// Positions of one multiply, and multiplies for one tap of one image.
 constexpr bool ALONG_ROW = FLAT || (WARP_ROWS == 1 && !NARROW);
-constexpr int MULTIPLY_CELLS = 8 * (ALONG_ROW ? WARP_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
+constexpr int MULTIPLY_POSITIONS = 8 * (ALONG_ROW ? WARP_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
 constexpr int MULTIPLY_IMAGES = NARROW ? 1 : WARP_IMAGES;
 constexpr int MULTIPLIES = ALONG_ROW ? 1 : NARROW ? WARP_ROWS : WARP_COLS;
-/// Pixels from 8 cells of a multiply to the next 8.
+/// Pixels from 8 positions of a multiply to the next 8.
 constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : ROW_PITCH;
 
-/// Descriptors count in 16 bytes, which is one pixel of a plane, and one channel of a plane of weights.
+/// Descriptors count in 16 bytes: one pixel of a plane of the input, or one channel of a plane of weights.
 constexpr int WEIGHT_PLANE = 64;
 
 // ---- shared memory, in bytes from its beginning --------------------------------------------------------------
 
 constexpr int STAGED = STAGES * STAGE_WORDS * 4;
-constexpr int BARRIERS = STAGED + MULTIPLYING_WARPS * STAGED_BYTES;
+constexpr int BARRIERS = STAGED + CONSUMER_WARPS * STAGED_BYTES;
 static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 
-/// Registers: what the hardware gives each thread at first, and what those that multiply have after the others gave
-/// some back. In eights.
-constexpr int FIRST_REGISTERS = min_of(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (MULTIPLYING + FILL_THREADS))) / 8 * 8;
-constexpr int MULTIPLY_REGISTERS =
-    min_of(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / MULTIPLYING / 8 * 8);
-constexpr bool MOVE_REGISTERS = FILL_REGISTERS < FIRST_REGISTERS;
-static_assert(MULTIPLYING % 128 == 0 && FILL_THREADS % 128 == 0, "registers move by whole warpgroups");
+/// Registers of a thread, in multiples of eight: what the hardware gives each at first, and what a consumer has after the
+/// producers gave some back.
+constexpr int FIRST_REGISTERS = min_of(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (CONSUMER_THREADS + PRODUCER_THREADS))) / 8 * 8;
+constexpr int CONSUMER_REGISTERS =
+    min_of(240, FIRST_REGISTERS + (FIRST_REGISTERS - PRODUCER_REGISTERS) * PRODUCER_THREADS / CONSUMER_THREADS / 8 * 8);
+constexpr bool MOVE_REGISTERS = PRODUCER_REGISTERS < FIRST_REGISTERS;
+static_assert(CONSUMER_THREADS % 128 == 0 && PRODUCER_THREADS % 128 == 0, "registers move by whole warpgroups");
 
 #include "common/stage_ring.cuh"
 
-/// What one turn of a block computes: block b takes turns b, b + gridDim.x, and so on.
+/// One work tile: block b computes work tiles b, b + gridDim.x, and so on.
 struct Work {
   int split, first_chunk, end_chunk, m_block, group;
   Origin origin;
@@ -80,60 +80,60 @@ struct Work {
   }
 };
 
-// ---- those that fill -------------------------------------------------------------------------------------------
+// ---- the producers ----------------------------------------------------------------------------------------------
 
-/// Ask for the weights of one slice of a chunk, by one thread.
-template <int SLICE>
-__device__ __forceinline__ void ask_for_weights(const Ring& ring, const u32* packed, const Work& work, int chunk) {
-  constexpr int RUN = CHUNK_STEPS * slice_taps(SLICE) * TAP_WORDS;
-  const long long before = static_cast<long long>(taps_before_slice(SLICE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
-  ptx::arrive_expect_tx(ring.full(), RUN * 4);
-  ptx::bulk_copy(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN,
-                 RUN * 4, ring.full());
+/// Issues the copy of the weights of one phase of a chunk. One thread calls it.
+template <int PHASE>
+__device__ __forceinline__ void load_weights(const Ring& ring, const u32* packed, const Work& work, int chunk) {
+  constexpr int PHASE_WEIGHTS = CHUNK_STEPS * phase_taps(PHASE) * TAP_WORDS;
+  const long long before = static_cast<long long>(taps_before_phase(PHASE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
+  ptx::arrive_expect_tx(ring.full(), PHASE_WEIGHTS * 4);
+  ptx::bulk_copy(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * PHASE_WEIGHTS,
+                 PHASE_WEIGHTS * 4, ring.full());
 }
 
-__device__ __forceinline__ void fill_stages(u32 shared, const Element* input, const u32* packed, const Sizes& sizes) {
+__device__ __forceinline__ void produce(u32 shared, const Element* input, const u32* packed, const Sizes& sizes) {
   Ring ring(shared);
-  InputFill fill(input, sizes);
+  InputLoader loader(input, sizes);
   const int end = Work::count(sizes);
-  const bool first_thread = threadIdx.x == MULTIPLYING;
+  const bool first_thread = threadIdx.x == CONSUMER_THREADS;
   bool waited = false, more = static_cast<int>(blockIdx.x) < end;
   if (more) {
     const Work work(static_cast<int>(blockIdx.x), sizes);
-    fill.aim(work.origin, work.group, work.first_chunk);
-    static_for<0, FILL_AHEAD>([&](auto slice) {
+    loader.start_at(work.origin, work.group, work.first_chunk);
+    static_for<0, PHASES_AHEAD>([&](auto phase) {
 #pragma unroll
-      for (int s = 0; s < SLOTS; ++s) fill.load<decltype(slice)::value>(s);
+      for (int s = 0; s < SLOTS; ++s) loader.load<decltype(phase)::value>(s);
     });
   }
   for (int index = blockIdx.x; index < end; index += gridDim.x) {
     const Work work(index, sizes);
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      static_for<0, SLICES>([&](auto number) {
-        constexpr int SLICE = decltype(number)::value, NEXT = (SLICE + FILL_AHEAD) % SLICES;
+      static_for<0, SOURCE_PHASES>([&](auto number) {
+        constexpr int PHASE = decltype(number)::value, NEXT = (PHASE + PHASES_AHEAD) % SOURCE_PHASES;
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         if (first_thread) {
           if (!waited) ptx::wait_for_previous_launch();
           waited = true;
-          ask_for_weights<SLICE>(ring, packed, work, chunk);
+          load_weights<PHASE>(ring, packed, work, chunk);
         }
-        // What is loaded next may be of the next chunk, or of other work.
+        // What is loaded next may be of the next chunk, or of the next work tile.
         if constexpr (NEXT == 0) {
           if (chunk + 1 < work.end_chunk) {
-            fill.next_chunk();
+            loader.next_chunk();
           } else if (index + static_cast<int>(gridDim.x) < end) {
             const Work next(index + static_cast<int>(gridDim.x), sizes);
-            fill.aim(next.origin, next.group, next.first_chunk);
+            loader.start_at(next.origin, next.group, next.first_chunk);
           } else {
             more = false;
           }
         }
-        // Each place is stored and at once loaded again.
+        // The registers of each slot are stored and at once loaded again.
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s) {
-          fill.store<SLICE>(s, ring.input());
-          if (more) fill.load<NEXT>(s);
+          loader.store<PHASE>(s, ring.input());
+          if (more) loader.load<NEXT>(s);
         }
         ptx::fence_proxy_async();
         __syncwarp();
@@ -143,15 +143,15 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
   }
 }
 
-// ---- those that multiply ---------------------------------------------------------------------------------------
+// ---- the consumers -----------------------------------------------------------------------------------------
 
-/// What a warpgroup sums up, 64 channels each.
+/// The accumulators of a warpgroup, 64 channels in each part.
 struct AllSums {
   Sums part[M_PARTS];
 };
 
-/// The products of tap (KH, KW) and one step of k with all cells of the warpgroup. `weights`, `input`: of the step's
-/// rounded numbers.
+/// Multiplies tap (KH, KW) and one step of k with all positions of the warpgroup. `weights`, `input`: descriptors of the
+/// step's rounded numbers.
 template <bool ADD, int KH, int KW>
 __device__ __forceinline__ void multiply_tap(AllSums& all, ptx::u64 weights, ptx::u64 input) {
 #pragma unroll
@@ -160,26 +160,26 @@ __device__ __forceinline__ void multiply_tap(AllSums& all, ptx::u64 weights, ptx
     for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
       for (int i = 0; i < MULTIPLIES; ++i)
-        ptx::wgmma<PRECISION, MULTIPLY_CELLS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
-                                                      weights + rank_in_slice(KH, KW) * (TAP_WORDS / 4) + m * (WARPS_M / M_PARTS) * 32,
+        ptx::wgmma<PRECISION, MULTIPLY_POSITIONS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
+                                                      weights + rank_in_phase(KH, KW) * (TAP_WORDS / 4) + m * (WARPS_M / M_PARTS) * 32,
                                                       input + tap_pixels(KH, KW) + image * IMAGE_PITCH + i * 8);
 }
 
-/// Add one slice of a chunk. `three`: for sums of three products (IEEE); `weights`: the warpgroup's; `input`: at the
-/// warpgroup's first cell.
-template <int SLICE>
-__device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] AllSums& three, ptx::u64 weights, ptx::u64 input) {
+/// Adds one phase of a chunk. `three`: accumulators for the sums of three products (IEEE). `weights`: descriptor of the
+/// warpgroup's weights. `input`: descriptor at the warpgroup's first position.
+template <int PHASE>
+__device__ __forceinline__ void multiply_phase(AllSums& sums, [[maybe_unused]] AllSums& three, ptx::u64 weights, ptx::u64 input) {
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
     static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
-      if constexpr (in_slice(SLICE, KH, KW)) {
-        const ptx::u64 a = weights + step * slice_taps(SLICE) * (TAP_WORDS / 4), b = input + step * (STEP_WORDS / 4) * PLANE_PITCH;
+      if constexpr (in_phase(PHASE, KH, KW)) {
+        const ptx::u64 a = weights + step * phase_taps(PHASE) * (TAP_WORDS / 4), b = input + step * (STEP_WORDS / 4) * PLANE_PITCH;
         if constexpr (PARTS == 1) {
           multiply_tap<true, KH, KW>(sums, a, b);
         } else {
-          // The multiplier truncates its sums; adding them here rounds to nearest, once for the three. Meanwhile the
-          // other warpgroup multiplies.
+          // The tensor cores truncate their sums; adding them here rounds to nearest, once for the three products. Meanwhile
+          // the other warpgroup multiplies.
           ptx::fence_wgmma();
           multiply_tap<false, KH, KW>(three, a, b + CHUNK_PLANES * PLANE_PITCH);
           multiply_tap<true, KH, KW>(three, a + BLOCK_M_TILES * (FRAGMENT_WORDS / 4), b);
@@ -193,14 +193,14 @@ __device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] A
     });
 }
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out* output, const Sizes& sizes) {
+__device__ __forceinline__ void consume(u32 shared, char* memory, Out* output, const Sizes& sizes) {
   const int warp = threadIdx.x / 32, warp_m = warp % (WARPS_M / M_PARTS), warp_n = warp / (WARPS_M / M_PARTS);
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
   const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
-  const int first_pixel = warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD_CELLS;
+  const int first_pixel = warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + ALIGNMENT_POSITIONS;
   Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * STAGED_BYTES);
-  // This warp's word that the multiplies of a stage are done.
+  // Signals that this warp's multiplies of a stage are done.
   const auto release = [](u32 barrier) {
     if (threadIdx.x % 32 == 0) ptx::arrive(barrier);
   };
@@ -215,18 +215,18 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
       sums.part[m].clear();
       if constexpr (PARTS == 2) three.part[m].clear();
     }
-    // Unrolled, the compiler would wait between the first multiplies.
+    // If this were unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      static_for<0, SLICES>([&](auto number) {
-        constexpr int SLICE = decltype(number)::value;
+      static_for<0, SOURCE_PHASES>([&](auto number) {
+        constexpr int PHASE = decltype(number)::value;
         ptx::wait_for_phase(ring.full(), ring.parity);
         ptx::fence_wgmma();
-        multiply_slice<SLICE>(sums, three, ptx::matrix_descriptor(ring.weights() + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
+        multiply_phase<PHASE>(sums, three, ptx::matrix_descriptor(ring.weights() + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
                               ptx::matrix_descriptor(ring.input() + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
         ptx::commit_wgmma();
         ptx::wait_wgmma<1>();
-        if (SLICE > 0 || chunk > work.first_chunk) release(ring.empty_before());
+        if (PHASE > 0 || chunk > work.first_chunk) release(ring.empty_before());
         ring.advance();
       });
     ptx::wait_wgmma<0>();
@@ -243,7 +243,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
   }
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_implicit_gemm_wgmma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                      const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
@@ -251,25 +251,25 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_
   if (threadIdx.x == 0) {
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
-      // One arrival expects the weights.
-      ptx::init_barrier(ring.full(), 1 + FILL_WARPS);
-      ptx::init_barrier(ring.empty(), MULTIPLYING_WARPS);
+      // One arrival more expects the weights.
+      ptx::init_barrier(ring.full(), 1 + PRODUCER_WARPS);
+      ptx::init_barrier(ring.empty(), CONSUMER_WARPS);
     }
     ptx::fence_barrier_init();
   }
   if constexpr (NARROW && !INPUT_CHANNELS_LAST) {
-    // Cells whose shifted column is outside the map stay zero: nothing writes them.
+    // Positions whose shifted column is outside the map stay zero: no thread writes them.
     const u32 zeros[4] = {0, 0, 0, 0};
-    for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += MULTIPLYING + FILL_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
+    for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += CONSUMER_THREADS + PRODUCER_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
     ptx::fence_proxy_async();
   }
   __syncthreads();
 
-  if (threadIdx.x >= MULTIPLYING) {
-    if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
-    fill_stages(shared, grad_output, packed, sizes);
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    if constexpr (MOVE_REGISTERS) ptx::shrink_registers<PRODUCER_REGISTERS>();
+    produce(shared, grad_output, packed, sizes);
   } else {
-    if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), grad_input, sizes);
+    if constexpr (MOVE_REGISTERS) ptx::grow_registers<CONSUMER_REGISTERS>();
+    consume(shared, reinterpret_cast<char*>(memory), grad_input, sizes);
   }
 }

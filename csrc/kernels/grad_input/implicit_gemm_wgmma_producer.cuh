@@ -1,56 +1,56 @@
-// Copies of slices of grad_output into pictures of planes, [k / 4][picture][pixel][4], for grad_input/implicit_gemm_wgmma.cu, by the
-// FILL_THREADS threads that follow those that multiply.
+// Copies the phases of grad_output into planes of their images, [k / 4][column phase][pixel][4], for
+// grad_input/implicit_gemm_wgmma.cu. The PRODUCER_THREADS threads that follow the consumers do it.
 //
 // NCHW: a thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them transposed,
-// each in the picture of its column. channels_last: it copies the 16 bytes of one pixel. float32 is rounded to TF32 on
-// the way, since the multiplier would truncate; with IEEE, what that leaves over goes to planes of its own. Pixels
-// outside the image are written as zeros. Of FILL_AHEAD slices everything is on its way in registers.
+// each in the image of its column phase. channels_last: it copies the 16 bytes of one pixel. float32 is rounded to TF32 on
+// the way, because the tensor cores would truncate it; with IEEE, the remainder goes to planes of its own. Pixels outside
+// the image become zeros. PHASES_AHEAD phases are on their way in registers.
 #pragma once
 
-constexpr int FILL_THREADS = 32 * FILL_WARPS;
+constexpr int PRODUCER_THREADS = 32 * PRODUCER_WARPS;
 constexpr int PLANE_CHANNELS = 4 * CHANNELS_PER_WORD;
 static_assert(!INPUT_CHANNELS_LAST || COPY == PLANE_CHANNELS, "a pixel's channels must come by 16 bytes");
 
-// A place: the COPY_PIXELS neighbouring pixels of one plane; planes are dealt first, to neighbouring lanes.
-constexpr int PLACES_PER_ROW = COPIED_W / COPY_PIXELS * CHUNK_PLANES;
-constexpr int PLACES = TILE_N * COPIED_H * PLACES_PER_ROW;
-constexpr int SLOTS = ceil_div(PLACES, FILL_THREADS);
-/// Registers that hold COPY pixels of one channel (NCHW), and all that hold one place.
+// One copy is COPY_PIXELS neighbouring pixels of one plane; neighbouring lanes copy different planes.
+constexpr int COPIES_OF_A_ROW = COPIED_W / COPY_PIXELS * CHUNK_PLANES;
+constexpr int COPIES_OF_A_PHASE = TILE_N * COPIED_H * COPIES_OF_A_ROW;
+constexpr int SLOTS = ceil_div(COPIES_OF_A_PHASE, PRODUCER_THREADS);
+/// Registers that hold COPY pixels of one channel (NCHW), and those that hold one copy.
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
-constexpr int PLACE_REGISTERS = INPUT_CHANNELS_LAST ? 4 : PLANE_CHANNELS * ROW_REGISTERS;
-static_assert(SLICES % FILL_AHEAD == 0);
+constexpr int COPY_REGISTERS = INPUT_CHANNELS_LAST ? 4 : PLANE_CHANNELS * ROW_REGISTERS;
+static_assert(SOURCE_PHASES % PHASES_AHEAD == 0);
 
-// For each place a pointer and a word of bits are carried along, so that a copy is a handful of instructions.
-struct InputFill {
+// A pointer and a word of bits are kept for each copy of a thread, so that a copy takes few instructions.
+struct InputLoader {
   const char* input;
   const Sizes& sizes;
   int next_channel;           // bytes from one channel to the next
-  int left;                   // channels of the group from the chunk that is loaded on
-  const char* source[SLOTS];  // the place in that chunk
-  unsigned bits[SLOTS];       // 16: the next slice to be loaded has the place; 32: the one after it, and so on
+  int left;                   // channels of the group from the current chunk to the last
+  const char* source[SLOTS];  // where the copy reads in that chunk
+  unsigned bits[SLOTS];       // 16: the next phase to be loaded has this pixel; 32: the one after it, and so on
   u32 to[SLOTS];              // bytes from the beginning of a stage
-  u32 staged[FILL_AHEAD][SLOTS][PLACE_REGISTERS];
+  u32 staged[PHASES_AHEAD][SLOTS][COPY_REGISTERS];
 
-  __device__ __forceinline__ InputFill(const Element* input, const Sizes& sizes)
+  __device__ __forceinline__ InputLoader(const Element* input, const Sizes& sizes)
       : input(reinterpret_cast<const char*>(input)), sizes(sizes), next_channel(channel_bytes(sizes)) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) to[s] = (plane(s) * PLANE_PITCH + stored_row(image(s), row(s), column(s))) * 16;
   }
 
-  /// To the first chunk of other work.
-  __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index) {
+  /// Goes to a chunk of another work tile.
+  __device__ __forceinline__ void start_at(const Origin& origin, int group, int chunk_index) {
     const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     const char* chunk = input + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
                         (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     left = CI_GROUP - chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      const Place place = place_of(origin, image(s), row(s), column(s), sizes);
-      const int pixel = place.row * sizes.width + place.col;
-      const int elements = place.image * (IN_CHANNELS * sizes.pixels()) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
+      const Source source_pixel = source_of(origin, image(s), row(s), column(s), sizes);
+      const int pixel = source_pixel.row * sizes.width + source_pixel.col;
+      const int elements = source_pixel.image * (IN_CHANNELS * sizes.pixels()) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
       source[s] = chunk + elements * ITEM + plane(s) * PLANE_CHANNELS * next_channel;
-      const bool wanted = exists(s) && (INPUT_CHANNELS_LAST || COPY_PIXELS > 1 || column_at(FIRST_COL + column(s)).used);
-      bits[s] = wanted ? slice_bits(place.slices) << 4 : 0;
+      const bool wanted = exists(s) && (INPUT_CHANNELS_LAST || COPY_PIXELS > 1 || stored_column(FIRST_COL + column(s)).used);
+      bits[s] = wanted ? phase_bits(source_pixel.phases) << 4 : 0;
     }
     drop_ragged();
   }
@@ -60,18 +60,18 @@ struct InputFill {
     for (int s = 0; s < SLOTS; ++s) source[s] += static_cast<long long>(CHUNK_INPUT_CHANNELS) * next_channel;
     drop_ragged();
   }
-  /// After a slice was loaded.
-  __device__ __forceinline__ void next_slice(int s, bool last) {
-    bits[s] = __funnelshift_r(bits[s], bits[s], last ? 33 - SLICES : 1);
+  /// Goes on after a phase was loaded.
+  __device__ __forceinline__ void next_phase(int s, bool last) {
+    bits[s] = __funnelshift_r(bits[s], bits[s], last ? 33 - SOURCE_PHASES : 1);
   }
 
-  /// Start loading a place of a slice.
-  template <int SLICE>
+  /// Starts the load of slot `s` of a phase.
+  template <int PHASE>
   __device__ __forceinline__ void load(int s) {
-    u32(&words)[PLACE_REGISTERS] = staged[SLICE % FILL_AHEAD][s];
+    u32(&words)[COPY_REGISTERS] = staged[PHASE % PHASES_AHEAD][s];
     const bool inside = (bits[s] & 16u) != 0;
-    // Pinned: else the compiler finds the address of every load anew.
-    const char* from = ptx::keep_in_register(source[s] + slice_distance<SLICE>(sizes));
+    // Pinned: otherwise the compiler computes the address of every load anew.
+    const char* from = ptx::keep_in_register(source[s] + phase_offset<PHASE>(sizes));
     const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
     if constexpr (INPUT_CHANNELS_LAST) {
       load_words<16>(words, from, inside);
@@ -81,13 +81,13 @@ struct InputFill {
         load_words<COPY_PIXELS * ITEM>(words + c * ROW_REGISTERS, from + static_cast<unsigned long long>(c) * next,
                                        inside && (!RAGGED_K || plane(s) * PLANE_CHANNELS + c < left));
     }
-    next_slice(s, SLICE == SLICES - 1);
+    next_phase(s, PHASE == SOURCE_PHASES - 1);
   }
 
-  /// Store the place of a slice that was loaded to a stage.
-  template <int SLICE>
+  /// Stores slot `s` of a phase that was loaded to a stage.
+  template <int PHASE>
   __device__ __forceinline__ void store(int s, u32 stage) const {
-    const u32(&loaded)[PLACE_REGISTERS] = staged[SLICE % FILL_AHEAD][s];
+    const u32(&loaded)[COPY_REGISTERS] = staged[PHASE % PHASES_AHEAD][s];
     if (!exists(s)) return;
 #pragma unroll
     for (int p = 0; p < COPY_PIXELS; ++p) {
@@ -107,14 +107,14 @@ struct InputFill {
         if constexpr (IS_16_BIT) {
           ptx::store_shared<4>(stage + offset, words);
         } else {
-          put_rounded(stage + offset, words);
+          store_rounded(stage + offset, words);
         }
       });
     }
   }
 
  private:
-  /// Planes of which the group has no channels are not loaded.
+  /// Clears the bits of planes of which the group has no channels: they are not loaded.
   __device__ __forceinline__ void drop_ragged() {
     if constexpr (RAGGED_K) {
 #pragma unroll
@@ -122,8 +122,8 @@ struct InputFill {
         if (plane(s) * PLANE_CHANNELS >= left) bits[s] = 0;
     }
   }
-  /// Four words of a pixel as TF32, and with IEEE what is left over.
-  __device__ __forceinline__ static void put_rounded(u32 to, const u32 (&exact)[4]) {
+  /// Stores four words of a pixel as TF32, and with IEEE the remainders.
+  __device__ __forceinline__ static void store_rounded(u32 to, const u32 (&exact)[4]) {
     u32 high[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) high[i] = ptx::round_to_tf32(exact[i]);
@@ -136,44 +136,46 @@ struct InputFill {
     }
   }
 
-  __device__ __forceinline__ static int index(int s) { return static_cast<int>(threadIdx.x) - THREADS / M_PARTS + s * FILL_THREADS; }
-  __device__ __forceinline__ static bool exists(int s) { return (s + 1) * FILL_THREADS <= PLACES || index(s) < PLACES; }
+  __device__ __forceinline__ static int index(int s) { return static_cast<int>(threadIdx.x) - THREADS / M_PARTS + s * PRODUCER_THREADS; }
+  __device__ __forceinline__ static bool exists(int s) { return (s + 1) * PRODUCER_THREADS <= COPIES_OF_A_PHASE || index(s) < COPIES_OF_A_PHASE; }
   __device__ __forceinline__ static int plane(int s) { return index(s) % CHUNK_PLANES; }
   __device__ __forceinline__ static int column(int s) {
     return index(s) / CHUNK_PLANES % (COPIED_W / COPY_PIXELS) * COPY_PIXELS;
   }
-  __device__ __forceinline__ static int row(int s) { return index(s) / PLACES_PER_ROW % COPIED_H; }
-  __device__ __forceinline__ static int image(int s) { return index(s) / PLACES_PER_ROW / COPIED_H; }
+  __device__ __forceinline__ static int row(int s) { return index(s) / COPIES_OF_A_ROW % COPIED_H; }
+  __device__ __forceinline__ static int image(int s) { return index(s) / COPIES_OF_A_ROW / COPIED_H; }
 
-  /// put(bytes from the stage) for each place that pixel `p` of slot `s` goes to: one, or with NARROW one for each shift.
+  /// Calls put(bytes from the stage) for each copy of pixel `p` of slot `s` in shared memory: one, or with NARROW one for each
+  /// shift.
   template <class Put>
   __device__ __forceinline__ void each_copy(int s, int p, const Put& put) const {
     const int first = to[s];
     if constexpr (INPUT_CHANNELS_LAST) {
-      put_cell(first, NARROW ? column(s) : 0, 0, put);
+      put_position(first, NARROW ? column(s) : 0, 0, put);
     } else if constexpr (COPY_PIXELS % STEP_W == 0) {
-      // Every run begins at the same phase: what differs between its pixels is constant.
-      const Column at = column_at(FIRST_COL + p);
-      if (at.used) put_cell(first + (NARROW ? 0 : column(s) / STEP_W * 16), at.cell + (NARROW ? column(s) / STEP_W : 0), at.picture, put);
+      // Every segment begins at the same phase, so the differences between its pixels are constants.
+      const StoredColumn at = stored_column(FIRST_COL + p);
+      const int steps = column(s) / STEP_W;
+      if (at.used) put_position(first + (NARROW ? 0 : steps * 16), at.position + (NARROW ? steps : 0), at.column_phase, put);
     } else {
-      const Column at = column_at(FIRST_COL + column(s) + p);
-      if (at.used) put_cell(first, at.cell, at.picture, put);
+      const StoredColumn at = stored_column(FIRST_COL + column(s) + p);
+      if (at.used) put_position(first, at.position, at.column_phase, put);
     }
   }
 
   template <class Put>
-  __device__ __forceinline__ static void put_cell(int first, int cell, int picture, const Put& put) {
+  __device__ __forceinline__ static void put_position(int first, int position, int column_phase, const Put& put) {
     if constexpr (NARROW) {
 #pragma unroll
       for (int shift = 0; shift <= MAX_SHIFT_W; ++shift)
-        if (cell >= shift && cell - shift < TILE_W)
-          put(first + (picture * PICTURE_PITCH + shift * SHIFTED_PITCH + cell - shift) * 16);
+        if (position >= shift && position - shift < TILE_W)
+          put(first + (column_phase * COLUMN_PHASE_PITCH + shift * SHIFTED_PITCH + position - shift) * 16);
     } else {
-      put(first + (picture * PICTURE_PITCH + cell) * 16);
+      put(first + (column_phase * COLUMN_PHASE_PITCH + position) * 16);
     }
   }
 
-  /// The bytes at `from`, or zeros.
+  /// Loads the bytes at `from`, or zeros.
   template <int BYTES>
   __device__ __forceinline__ static void load_words(u32* words, const char* from, bool real) {
 #pragma unroll

@@ -1,40 +1,40 @@
-// Gradient of the input on the tensor cores where the channels of a group are few on a side: RGB heads, narrow groups,
-// depthwise, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; weights in either layout.
+// Gradient of the input on the tensor cores where a group has few channels on a side: RGB heads, narrow groups, depthwise,
+// large kernels. Storage float, Half or BFloat16; NCHW and channels_last; weights in either layout.
 //
 //   grad_input[n, ci, ih, iw] = sum over the taps (co, kh, kw) of the group of ci
-//       of weight[ci, tap] * patch[(ih, iw), tap]                                  (patch: see gradients/gather.cuh)
+//       of weight[ci, tap] * im2col[(ih, iw), tap]                                (im2col: see gradients/grad_output_tile.cuh)
 //
-// A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the pixels of a
-// tile, k = taps. A block keeps its weights in shared memory and walks down `repeat` tiles of TILE_H x TILE_W pixels, a
-// chunk of the taps at a time. Of SPLITS > 1, each takes CHUNKS_HERE chunks and writes float32 sums of its own.
-// Warps, fastest first: WARPS_P over the pixels, WARPS_M over the channels, BLOCK_GROUPS. A warp owns M_TILES * 16
-// channels and N_TILES * 8 pixels, these in units of 8 * STORE pixels of a row: a lane then stores 2 * STORE neighbours.
-// Where WEIGHTS_IN_REGISTERS, they stay there for the whole walk.
-#include "gradients/gather.cuh"
+// A matrix product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the pixels of
+// a tile, k = taps. A block keeps its weights in shared memory and computes `repeat` tiles of TILE_H x TILE_W pixels below
+// each other, a chunk of the taps at a time. If SPLITS > 1, each split takes CHUNKS_HERE chunks and writes float32 sums.
+// Warps, fastest first: WARPS_P over the pixels, WARPS_M over the channels, BLOCK_GROUPS. A warp computes M_TILES * 16
+// channels and N_TILES * 8 pixels, in units of 8 * STORE pixels of a row, so that a lane stores 2 * STORE neighbours.
+// WEIGHTS_IN_REGISTERS: the weights stay in registers for all tiles.
+#include "gradients/grad_output_tile.cuh"
 
 constexpr int WARP_M = 16 * M_TILES, BLOCK_M = WARPS_M * WARP_M;
 constexpr int M_BLOCKS = ceil_div(CI_GROUP, BLOCK_M);
 constexpr int UNIT = 8 * STORE;
-constexpr int UNITS = N_TILES / STORE;         // of a warp
-constexpr int UNITS_ACROSS = TILE_W / UNIT;    // of a tile's row
+constexpr int UNITS = N_TILES / STORE;       // of a warp
+constexpr int UNITS_ACROSS = TILE_W / UNIT;  // of a row of the tile
 static_assert(TILE_W % UNIT == 0 && N_TILES % STORE == 0 && UNITS * WARPS_P == UNITS_ACROSS * TILE_H);
 static_assert(UNITS % UNITS_ACROSS == 0 || UNITS_ACROSS % UNITS == 0);
 static_assert(THREADS == 32 * WARPS_P * WARPS_M * BLOCK_GROUPS && (BLOCK_GROUPS == 1 || BLOCK_M >= CI_GROUP));
 
 constexpr int K_STEPS = ceil_div(CHUNK_TAPS, 8);
 constexpr bool STAGED = CHANNELS_LAST && BLOCK_GROUPS > 1;
-constexpr bool NEIGHBOURS = CHANNELS_LAST && !STAGED && HALVES == 2;
-constexpr int WEIGHT_ROWS = NEIGHBOURS || BLOCK_M < CI_GROUP ? BLOCK_M : CI_GROUP;
+constexpr bool ADJACENT_CHANNELS = CHANNELS_LAST && !STAGED && HALVES == 2;
+constexpr int WEIGHT_ROWS = ADJACENT_CHANNELS || BLOCK_M < CI_GROUP ? BLOCK_M : CI_GROUP;
 constexpr int UNROLL = WEIGHTS_IN_REGISTERS || K_STEPS <= 4 ? K_STEPS : 4;
-// Four taps that follow each other lie side by side: their places are constants but for the lane. Others are looked up,
-// and so are all of a loop that is not unrolled to its end, where NVRTC 13.0 was seen to compute wrong places.
-constexpr bool TAPS_IN_FOURS = UNROLL == K_STEPS && KERNEL_W % 4 == 0 && DILATION_W == 1 &&
-                               (CELL == STRIDE_W || (STRIDE_W % 4 == 0 && SHIFT % 4 == 0));
+// Four taps that follow each other are neighbours in the tile, so their offsets are constants plus the lane's. Otherwise a table
+// has the offsets; also for a loop that is not unrolled to its end, where NVRTC 13.0 was seen to compute wrong offsets.
+constexpr bool CONSECUTIVE_TAPS = UNROLL == K_STEPS && KERNEL_W % 4 == 0 && DILATION_W == 1 &&
+                               (PIXEL_PITCH == STRIDE_W || (STRIDE_W % 4 == 0 && SHIFT % 4 == 0));
 constexpr int WEIGHT_PITCH = 8 * K_STEPS + 4;
 constexpr int WEIGHTS = CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * WEIGHT_PITCH;
 static_assert(!WEIGHTS_IN_REGISTERS || (CHUNKS_HERE == 1 && BLOCK_M == WEIGHT_ROWS));
 __device__ __forceinline__ int channel_of_row(int row) {
-  if (!NEIGHBOURS) return row;
+  if (!ADJACENT_CHANNELS) return row;
   const int in_warp = row % WARP_M;
   return row - in_warp + in_warp % 8 * (2 * M_TILES) + in_warp / 8;
 }
@@ -55,7 +55,7 @@ struct OutOf<true> {
 };
 using Out = OutOf<(SPLITS > 1)>::type;
 
-// N neighbours, the first `inside` of them.
+// Stores the first `inside` of N neighbours.
 template <int N, bool ALIGNED>
 __device__ __forceinline__ void store(Out* to, const float (&values)[N], int inside) {
   constexpr int WIDTH_ = !ALIGNED ? 1 : gcd(N, 16 / sizeof(Out));  // N may be six
@@ -74,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                       Out* __restrict__ grad_input, const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
-  float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE;
-  int* const tap_places = reinterpret_cast<int*>(weights + WEIGHTS);
+  float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE_WORDS;
+  int* const tap_offsets = reinterpret_cast<int*>(weights + WEIGHTS);
   float* const stage = weights + WEIGHTS + 8 * K_STEPS;
 
   Digits block{blockIdx.x};
@@ -111,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     float* const to = weights + digits.rest * WEIGHT_PITCH + tap;
     const int ci = m0 + channel_of_row(digits.next(WEIGHT_ROWS)), in_group = digits.next(BLOCK_GROUPS);
     const int chunk = chunk0 + digits.rest;
-    Digits place{(unsigned)tap};
-    const int kw = place.next(KERNEL_W), kh = place.next(CHUNK_KH) + chunk % KH_CHUNKS;
-    const int co = place.rest + chunk / KH_CHUNKS * CHUNK_CO;
+    Digits tap_digits{(unsigned)tap};
+    const int kw = tap_digits.next(KERNEL_W), kh = tap_digits.next(CHUNK_KH) + chunk % KH_CHUNKS;
+    const int co = tap_digits.rest + chunk / KH_CHUNKS * CHUNK_CO;
     const bool inside = ci < CI_GROUP && tap < CHUNK_TAPS && chunk < CHUNKS;
     const Element* const from = weight + (inside ? at_weight((group0 + in_group) * CI_GROUP + ci, co, kh, kw) : 0);
     if constexpr (ASYNC)
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   if (steps > 0) fetch_next(tiles);
   if (ASYNC) ptx::commit_copies();
-  // Weight [row, tap] of m tile m in step k of a chunk; rows that there are not are zero.
+  // Returns weight [row, tap] of m tile m in step k of a chunk; rows beyond the channels are zero.
   const auto factor = [&](int chunk, int k, int m) {
     const float* const from =
         weights + ((chunk * BLOCK_GROUPS + group) * WEIGHT_ROWS + warp_m * WARP_M + 16 * m + g) * WEIGHT_PITCH + 8 * k + t;
@@ -134,11 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   lower ? from[8 * WEIGHT_PITCH + 4] : 0.0f);
   };
 
-  for (int tap = threadIdx.x; tap < CHUNK_TAPS; tap += THREADS) tap_places[tap] = tap_place(tap);
+  for (int tap = threadIdx.x; tap < CHUNK_TAPS; tap += THREADS) tap_offsets[tap] = tap_offset(tap);
   const int pixel = STORE == 2 ? 4 * (g / 2) + g % 2 : g;
-  const int pixel_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + pixel) * CELL;
+  const int pixel_offset = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + pixel) * PIXEL_PITCH;
 
-  float kept[WEIGHTS_IN_REGISTERS ? K_STEPS : 1][M_TILES][4];
+  float weight_fragments[WEIGHTS_IN_REGISTERS ? K_STEPS : 1][M_TILES][4];
   if constexpr (WEIGHTS_IN_REGISTERS) {
     if (ASYNC) ptx::wait_copies<0>();
     __syncthreads();
@@ -148,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          kept[k][m][i] = weights[(group * WEIGHT_ROWS + warp_m * WARP_M + 16 * m + g + i % 2 * 8) * WEIGHT_PITCH + 8 * k + t + i / 2 * 4];
+          weight_fragments[k][m][i] = weights[(group * WEIGHT_ROWS + warp_m * WARP_M + 16 * m + g + i % 2 * 8) * WEIGHT_PITCH +
+                                              8 * k + t + i / 2 * 4];
   }
 
   float sum[M_TILES][N_TILES][4] = {};
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if constexpr (ASYNC) {
-      if (step + 1 < steps) fetch_next(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE);
+      if (step + 1 < steps) fetch_next(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE_WORDS);
       ptx::commit_copies();
       ptx::wait_copies<1>();
       __syncthreads();
@@ -165,42 +166,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
       if (step + 1 < steps) fetch_next(nullptr);
     }
-    const u32 pixel_address = ptx::shared_address(tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0) + pixel_place);
+    const u32 pixel_address = ptx::shared_address(tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE_WORDS : 0) + pixel_offset);
     buffer ^= 1;
 
 #pragma unroll UNROLL
     for (int k = 0; k < K_STEPS; ++k) {
-      // Pinned: what follows is then a constant offset of each load.
-      u32 patch[2];
+      // Pinned: each load then has a constant offset from these addresses.
+      u32 im2col[2];
       bool exists[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tap = 8 * k + 4 * i + t;
-        exists[i] = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!TAPS_IN_FOURS && tap < CHUNK_TAPS);
-        const int place = TAPS_IN_FOURS ? tap_place(8 * k + 4 * i) + 4 * t : exists[i] ? tap_places[tap] : 0;
-        patch[i] = ptx::keep_in_register(pixel_address + place);
+        exists[i] = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!CONSECUTIVE_TAPS && tap < CHUNK_TAPS);
+        const int offset = CONSECUTIVE_TAPS ? tap_offset(8 * k + 4 * i) + 4 * t : exists[i] ? tap_offsets[tap] : 0;
+        im2col[i] = ptx::keep_in_register(pixel_address + offset);
       }
-      Rounded patches[N_TILES][2];
+      Rounded columns[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) {
         const int u = n / STORE;
-        const int place = u / UNITS_ACROSS * PIXEL_ROWS * ROW_PITCH + (u % UNITS_ACROSS * UNIT + n % STORE * 2) * CELL;
+        const int offset = u / UNITS_ACROSS * PIXEL_ROWS * ROW_PITCH + (u % UNITS_ACROSS * UNIT + n % STORE * 2) * PIXEL_PITCH;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          patches[n][i] = rounded(exists[i] ? __uint_as_float(ptx::load_shared(patch[i] + 4 * place)) : 0.0f);
+          columns[n][i] = rounded(exists[i] ? __uint_as_float(ptx::load_shared(im2col[i] + 4 * offset)) : 0.0f);
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
-        const float(&own)[4] = kept[WEIGHTS_IN_REGISTERS ? k : 0][m];
+        const float(&own)[4] = weight_fragments[WEIGHTS_IN_REGISTERS ? k : 0][m];
         const Factor a = WEIGHTS_IN_REGISTERS ? Factor(own[0], own[1], own[2], own[3]) : factor(chunk, k, m);
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
           if constexpr (PRECISION == ptx::IEEE) {
             float part[4];
-            multiply<true>(part, a, patches[n][0], patches[n][1]);
+            multiply<true>(part, a, columns[n][0], columns[n][1]);
             add(sum[m][n], part);
           } else {
-            multiply<false>(sum[m][n], a, patches[n][0], patches[n][1]);
+            multiply<false>(sum[m][n], a, columns[n][0], columns[n][1]);
           }
         }
       }
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         store<N, true>(image + at_input(sizes, 0, group0 * CI_GROUP + c, ih, iw), values, N);
       }
     } else if constexpr (CHANNELS_LAST) {
-      constexpr int N = NEIGHBOURS ? 2 * M_TILES : 1;
+      constexpr int N = ADJACENT_CHANNELS ? 2 * M_TILES : 1;
       const int ci = m0 + warp_m * WARP_M + N * g;
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n)

@@ -1,12 +1,12 @@
-// Gradient of the weight, any geometry, any dtype, NCHW and channels_last: a product over all input pixels.
+// Gradient of the weight, any geometry, any dtype, NCHW and channels_last: an implicit GEMM over all input pixels.
 //
 //   grad_weight[ci, co, kh, kw] = sum over n, ih, iw, with
 //       oh = ih * STRIDE_H - PADDING_H + kh * DILATION_H inside the output (and the same horizontally)
 //       of input[n, ci, ih, iw] * grad_output[n, co, oh, ow]
 //
-// A block computes one tile of one group over one slice of the pixels: m = input channels of the group,
-// n = (tap, output channel), k = pixels. Slices go to partial[slice, ...] in the weight's own order of memory;
-// split_k_reduce adds them in a fixed order, so the same input gives the same bits.
+// A block computes one tile of one group over one split of the pixels: m = input channels of the group, n = (tap,
+// output channel), k = pixels. Splits go to partial[split, ...] in the weight's own memory order;
+// common/split_k_reduce.cu adds them up in a fixed order, so the same input gives the same bits.
 #include "common/images.cuh"
 #include "common/tile_gemm.cuh"
 
@@ -18,7 +18,7 @@ constexpr long long UNBOUNDED = 1LL << 62;  // the batch may be of any size
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     grad_weight_general(const Element* __restrict__ input, const Element* __restrict__ grad_output,
                         Sum* __restrict__ partial, const __grid_constant__ ImageSizes sizes,
-                        long long pixels_per_slice) {
+                        long long pixels_per_split) {
   __shared__ TileShared shared;
   unsigned block = blockIdx.x;
   const int n0 = block % TILES_N * TILE_N;
@@ -26,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
   const int m0 = block % TILES_M * TILE_M;
   block /= TILES_M;
   const int group = block % GROUPS;
-  const long long slice = block / GROUPS;
+  const long long split = block / GROUPS;
   const long long pixels = (long long)sizes.batch * sizes.height * sizes.width;
-  const long long k_begin = slice * pixels_per_slice;
-  const long long k_end = k_begin + pixels_per_slice < pixels ? k_begin + pixels_per_slice : pixels;
+  const long long k_begin = split * pixels_per_split;
+  const long long k_end = k_begin + pixels_per_split < pixels ? k_begin + pixels_per_split : pixels;
 
   constexpr bool K_FASTEST = !CHANNELS_LAST;
   using ShareA = Share<TILE_M, K_FASTEST>;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
   Sum sum[THREAD_M][THREAD_N];
   tile_gemm<K_FASTEST, K_FASTEST, false, UNBOUNDED>(shared, k_begin, k_end, load_a, load_b, sum);
 
-  Sum* mine = partial + slice * ((long long)IN_CHANNELS * COLUMNS);
+  Sum* mine = partial + split * ((long long)IN_CHANNELS * COLUMNS);
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll

@@ -1,28 +1,29 @@
-// Of grad_weight/im2col_nchw.cu: the thread that asks for boxes, and the warps that add up grad_output for the bias.
+// Of grad_weight/im2col_nchw.cu: the producer, one thread that issues the TMA copies, and the warps that add up
+// grad_output for the bias.
 #pragma once
 
-/// One thread: fill stage after stage.
-__device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
+/// The producer, one thread: loads stage after stage.
+__device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
                                      const Im2colNchwSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  const int of_images = sizes.down * sizes.across;
-  int image = first_stage / of_images * IMAGES;
-  int down = first_stage % of_images / sizes.across, across = first_stage % sizes.across;
+  const int image_stages = sizes.down * sizes.across;
+  int image = first_stage / image_stages * IMAGES;
+  int down = first_stage % image_stages / sizes.across, across = first_stage % sizes.across;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expect_tx(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
 #pragma unroll
-    for (int block = 0; block < OUT_BLOCKS; ++block)
-      ptx::tma_load(ring.data() + INPUT_BYTES + block * BLOCK_BYTES, grad_output,
-                    across * (COLS * STRIDE_W) - LEFT + block * OUT_BLOCK, output_channel,
-                    down * (ROWS * STRIDE_H) + place.offset(), image, ring.full());
-    // A row's boxes, or where rows lie one after another those of all.
+    for (int block = 0; block < OUT_BOXES; ++block)
+      ptx::tma_load(ring.data() + INPUT_BYTES + block * OUT_BOX_BYTES, grad_output,
+                    across * (COLS * STRIDE_W) - LEFT_HALO + block * OUT_BOX_COLS, output_channel,
+                    down * (ROWS * STRIDE_H) + place.tap_row_offset(), image, ring.full());
+    // The boxes of each row, or of all rows where they are contiguous.
     const int row_step = COLS % BOX == 0 ? sizes.line - COLS : 0;
     const int pixel = down * (ROWS * sizes.line) + across * COLS;
 #pragma unroll
-    for (int box = 0; box < IMAGES * BOXES_OF_IMAGE; ++box)
-      ptx::tma_load(ring.data() + box * BOX_BYTES, input, pixel + box % BOXES_OF_IMAGE * BOX + box % BOXES_OF_IMAGE * BOX / COLS * row_step, input_channel,
-                    image + box / BOXES_OF_IMAGE, ring.full());
+    for (int box = 0; box < IMAGES * IMAGE_BOXES; ++box)
+      ptx::tma_load(ring.data() + box * BOX_BYTES, input, pixel + box % IMAGE_BOXES * BOX + box % IMAGE_BOXES * BOX / COLS * row_step, input_channel,
+                    image + box / IMAGE_BOXES, ring.full());
     ring.advance();
     if (++across == sizes.across) {
       across = 0;
@@ -31,26 +32,26 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
   }
 }
 
-/// One of the warps that add up grad_output, from stage after stage. Two lanes share channels, 16 bytes in turn.
+/// One of the warps that add up grad_output, stage by stage. Two lanes share channels, 16 bytes in turns.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int warp, int lane, int stages, float* __restrict__ bias_partial) {
-  constexpr int APART = BIAS_WARPS * 16, CHANNELS = ceil_div(CHUNK, APART);
-  constexpr int END = LEFT + COLS * STRIDE_W < OUT_BLOCKS * OUT_BLOCK ? LEFT + COLS * STRIDE_W : OUT_BLOCKS * OUT_BLOCK;
-  // Neighbours in an order in which the swizzle keeps them apart.
+  constexpr int CHANNEL_STEP = BIAS_WARPS * 16, CHANNELS = ceil_div(TILE_CO, CHANNEL_STEP);
+  constexpr int END = LEFT_HALO + COLS * STRIDE_W < OUT_BOXES * OUT_BOX_COLS ? LEFT_HALO + COLS * STRIDE_W : OUT_BOXES * OUT_BOX_COLS;
+  // Neighbouring lanes take channels that the swizzle keeps in different banks.
   const int first = warp * 16 + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
   CompensatedSum<float> sums[CHANNELS] = {};
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.full(), ring.parity);
 #pragma unroll 1
     for (int row = 0; row < IMAGES * ROWS; ++row) {
-      const u32 from = ring.data() + INPUT_BYTES + row * ROW_BYTES + first * (OUT_BLOCK * 4);
+      const u32 from = ring.data() + INPUT_BYTES + row * ROW_BYTES + first * (OUT_BOX_COLS * 4);
 #pragma unroll 2
-      for (int quad = LEFT / 4 + lane % 2; quad < ceil_div(END, 4); quad += 2) {
-        const u32 block = from + quad * 4 / OUT_BLOCK * BLOCK_BYTES;
+      for (int quad = LEFT_HALO / 4 + lane % 2; quad < ceil_div(END, 4); quad += 2) {
+        const u32 block = from + quad * 4 / OUT_BOX_COLS * OUT_BOX_BYTES;
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
-          if (CHUNK % APART && first + c * APART >= CHUNK) break;
-          // Channels APART apart are flipped alike.
-          const uint4 four = ptx::load_shared_vector(block + c * (APART * OUT_BLOCK * 4) + (quad % (OUT_BLOCK / 4) ^ flips(first)) * 16);
+          if (TILE_CO % CHANNEL_STEP && first + c * CHANNEL_STEP >= TILE_CO) break;
+          // Channels CHANNEL_STEP apart have the same swizzle.
+          const uint4 four = ptx::load_shared_vector(block + c * (CHANNEL_STEP * OUT_BOX_COLS * 4) + (quad % (OUT_BOX_COLS / 4) ^ swizzle_of(first)) * 16);
           sums[c].add(__uint_as_float(four.x));
           sums[c].add(__uint_as_float(four.y));
           sums[c].add(__uint_as_float(four.z));
@@ -62,12 +63,12 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int warp
     if (lane == 0) ptx::arrive(ring.empty());
     ring.advance();
   }
-  float* const to = bias_partial + (place.slice * STRIDE_H + place.offset()) * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
+  float* const to = bias_partial + (place.split * STRIDE_H + place.tap_row_offset()) * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
 #pragma unroll
   for (int c = 0; c < CHANNELS; ++c) {
     sums[c].add_lane(1);
-    const int channel = first + c * APART, co = place.co + channel;
-    if (lane % 2 == 0 && channel < CHUNK && co < CO_GROUP) {
+    const int channel = first + c * CHANNEL_STEP, co = place.co + channel;
+    if (lane % 2 == 0 && channel < TILE_CO && co < CO_GROUP) {
       to[co] = sums[c].sum;
       to[OUT_CHANNELS + co] = sums[c].remainder();
     }

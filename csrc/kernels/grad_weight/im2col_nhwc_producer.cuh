@@ -1,35 +1,36 @@
-// Of grad_weight/im2col_nhwc.cu: the thread that asks for boxes, and the warps that turn those of the input.
+// Of grad_weight/im2col_nhwc.cu: the producer, one thread that issues the TMA copies, and the warps that transpose the
+// input's boxes.
 #pragma once
 
-/// One thread: fill stage after stage.
-__device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
+/// The producer, one thread: loads stage after stage.
+__device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
                                      const GradWeightTileSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  const int first = sizes.first_tile(place.slice), stages = sizes.tiles_of(place.slice);
+  const int first = sizes.first_tile(place.split), stages = sizes.tiles_of(place.split);
   for (int s = 0; s < stages; ++s) {
     const auto [image, row, col] = TilePlace<IMAGES, ROWS, COLS>::of(first + s, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expect_tx(ring.full(), STAGE_COPIED);
 #pragma unroll
     for (int box = 0; box < INPUT_BOXES; ++box)
-      ptx::tma_load(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, col, row, image, ring.full());
+      ptx::tma_load(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
     for (int i = 0; i < TAP_ROWS; ++i)
 #pragma unroll
       for (int j = 0; j < TAP_COLS; ++j) {
-        if (first_alike(j) != j) continue;
+        if (first_tap_of_box(j) != j) continue;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-          ptx::tma_load(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX,
+        for (int c = 0; c < CO_BOXES; ++c)
+          ptx::tma_load(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX_CHANNELS,
                         col * STRIDE_W + place.col_offset(j), row * STRIDE_H + place.row_offset(i), image, ring.full());
       }
     ring.advance();
   }
 }
 
-/// One of the warps that turn the input's boxes where they lie, from [pixel][channel] to [channel][k]: a lane takes four
+/// One of the warps that transpose the input's boxes in place, from [pixel][channel] to [channel][k]: a lane takes four
 /// channels of the four pixels that are 16 bytes of k, twice.
-__device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) {
+__device__ __forceinline__ void transpose(Ring ring, int warp, int lane, int stages) {
   const int piece = lane % 8, quad = lane / 8;
   u32 from[4], to[4];
 #pragma unroll
@@ -41,9 +42,9 @@ __device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) 
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.full(), ring.parity);
 #pragma unroll
-    for (int box = 0; box < ceil_div(INPUT_BOXES, TURNING_WARPS); ++box) {
-      const int mine = box * TURNING_WARPS + warp;
-      if (INPUT_BOXES % TURNING_WARPS && mine >= INPUT_BOXES) break;
+    for (int box = 0; box < ceil_div(INPUT_BOXES, TRANSPOSE_WARPS); ++box) {
+      const int mine = box * TRANSPOSE_WARPS + warp;
+      if (INPUT_BOXES % TRANSPOSE_WARPS && mine >= INPUT_BOXES) break;
       const u32 at = ring.data() + mine * INPUT_BOX_BYTES;
       u32 words[2][4][4];
 #pragma unroll
@@ -61,7 +62,7 @@ __device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) 
     }
     ptx::fence_proxy_async();
     __syncwarp();
-    if (lane == 0) ptx::arrive(ring.turned());
+    if (lane == 0) ptx::arrive(ring.transposed());
     ring.advance();
   }
 }

@@ -1,24 +1,24 @@
-// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_layout.cuh): asynchronously where the bytes go as they are,
-// through registers where 16-bit channels that lie apart are joined. Everything outside the image, the batch or the
-// group becomes zero.
+// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_layout.cuh): asynchronous (cp.async) where the
+// bytes are copied as they are, through registers where 16-bit channels that are not neighbours in memory are
+// interleaved. Everything outside of the image, the batch or the group is zero.
 #pragma once
 
-/// Of a tensor.
+/// Rows and columns of a tensor.
 struct Extent {
   int height, width;
   __device__ __forceinline__ int pixels() const { return height * width; }
 };
 
-/// One tile's part of a tensor.
+/// The part of a tensor that one tile reads.
 struct Source {
   const char* image;  // the first image's first channel of the block
   Extent extent;
   int row, col;       // of position 0: may be negative
-  int images;         // that are left, from the first on
-  int channels;       // that are left, from the first on
+  int images;         // from the first to the last of the tile or the batch
+  int channels;       // from the first to the last of the group
 };
 
-/// `row`, `col`: where the block's first tap reads, of pixel 0.
+/// `row`, `col`: what the block's first tap reads for pixel 0.
 template <class Win>
 __device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
                                               int row, int col, const GradWeightTileSizes& sizes) {
@@ -37,40 +37,42 @@ __device__ __forceinline__ Source tile_source(const Element* tensor, const Exten
   return s;
 }
 
+/// Copies tiles of one operand into a window.
 template <class Win>
-struct Fill {
+struct WindowLoader {
   using Rows = typename Win::Rows;
   using Cols = typename Win::Cols;
   static constexpr int COPY = Win::COPY;
   static constexpr int COPY_BYTES = COPY * ITEM;
   static constexpr bool THROUGH_REGISTERS = IS_16_BIT && (!CHANNELS_LAST || COPY == 1);
-  /// Neighbouring lanes' copies go to different places in shared memory: past the L1 each would be a request of its own
+  /// Neighbouring lanes copy to distant places in shared memory: without the L1 each copy would be a request of its own
   /// (measured: half as fast).
   static constexpr bool SCATTERS = IS_16_BIT || Win::QUADS;
   static constexpr int PIXEL_ITEMS = CHANNELS_LAST ? Win::TENSOR_CHANNELS : 1;
 
-  /// From one channel to the next, in items.
+  /// Elements from one channel to the next.
   __device__ __forceinline__ static int channel_items(const Extent& extent) { return CHANNELS_LAST ? 1 : extent.pixels(); }
 
-  /// Columns of memory that a row of the window spans, with what precedes it for alignment.
-  static constexpr int RAW_COLS =
-      Win::SW == 1 ? Win::COLS : Win::COLS * Win::SW + Win::MAX_LEAD;
-  static constexpr bool RAW = !CHANNELS_LAST && COPY > 1;  // pieces of neighbouring columns, whatever their phase
-  static constexpr int PIECES_PER_ROW = RAW ? ceil_div(RAW_COLS, COPY) : Cols::PHASES * Win::COLS;
-  /// Pieces of one channel (NCHW), or positions.
+  /// Columns of memory that a row of the window spans, with those before it for alignment.
+  static constexpr int SPAN_COLS =
+      Win::SW == 1 ? Win::COLS : Win::COLS * Win::SW + Win::MAX_MISALIGNMENT;
+  static constexpr bool CONTIGUOUS = !CHANNELS_LAST && COPY > 1;  // a piece is neighbouring columns of all phases
+  static constexpr int PIECES_PER_ROW = CONTIGUOUS ? ceil_div(SPAN_COLS, COPY) : Cols::PHASES * Win::COLS;
+  /// Pieces of one channel (NCHW), or positions (channels_last). A piece is what one copy moves.
   static constexpr int PIECES = TILE_N * Rows::PHASES * Win::ROWS * PIECES_PER_ROW;
 
-  /// Where a piece lies; and what a tile's place says about it, packed so that one comparison tells whether it is inside.
+  /// Where a piece goes, and its image, row and column packed so that one comparison tells whether it lies inside the
+  /// tensor.
   struct Piece {
-    unsigned from;  // items from the window's first row and column
+    unsigned from;  // elements from the window's first row and column
     u32 place;      // image << 23 | row << 12 | column, in pixels of the tensor from there
-    int position;   // of its first column, with phase 0 where several columns are copied in one piece
-    int column;     // RAW: columns from the first tap's, may be negative
+    int position;   // of its first column; of phase 0 where a piece has columns of all phases
+    int column;     // CONTIGUOUS: columns from the first tap's, may be negative
   };
   static constexpr u32 GUARDS = 1u << 31 | 1u << 22 | 1u << 11;
 
-  /// `lead`: columns from the beginning of the window to the first tap's (RAW).
-  __device__ __forceinline__ static Piece piece(unsigned index, int lead, const Extent& extent) {
+  /// `misalignment`: columns from the beginning of the window to the first tap's (CONTIGUOUS).
+  __device__ __forceinline__ static Piece piece(unsigned index, int misalignment, const Extent& extent) {
     const unsigned in_row = index % PIECES_PER_ROW;
     const unsigned row = index / PIECES_PER_ROW % Win::ROWS;
     const unsigned row_phase = index / (PIECES_PER_ROW * Win::ROWS) % Rows::PHASES;
@@ -80,12 +82,12 @@ struct Fill {
     Piece p;
     p.position = n * Win::IMAGE_PITCH + (row_phase * Win::ROWS + row) * Win::ROW_PITCH;
     p.column = 0;
-    if constexpr (RAW) {
+    if constexpr (CONTIGUOUS) {
       w = in_row * COPY;
-      p.column = static_cast<int>(w) - lead;
+      p.column = static_cast<int>(w) - misalignment;
       if constexpr (Win::SW == 1) p.position += w;
     } else {
-      // Neighbouring lanes take neighbouring memory: of NCHW the columns, of channels_last the channels.
+      // Neighbouring lanes read neighbours in memory: columns in NCHW, channels in channels_last.
       const unsigned phase = CHANNELS_LAST ? in_row / Win::COLS : in_row % Cols::PHASES;
       const unsigned col = CHANNELS_LAST ? in_row % Win::COLS : in_row / Cols::PHASES;
       w = col * Win::SW + Cols::residue(phase);
@@ -96,14 +98,14 @@ struct Fill {
     return p;
   }
 
-  /// The pieces of a tile that lie inside: those between two corners.
+  /// The pieces of a tile that lie inside the tensor: those between two corners.
   struct Inside {
-    const char* origin;  // the window's first row and column, of the block's first channel: may lie outside
+    const char* origin;  // the window's first row and column of the block's first channel; may lie outside
     u32 low, high;
     int channels;
 
-    __device__ __forceinline__ Inside(const Source& source, int lead) {
-      const int row = source.row, col = RAW ? source.col - lead : source.col;
+    __device__ __forceinline__ Inside(const Source& source, int misalignment) {
+      const int row = source.row, col = CONTIGUOUS ? source.col - misalignment : source.col;
       origin = source.image + static_cast<long long>(row * source.extent.width + col) * (PIXEL_ITEMS * ITEM);
       channels = source.channels;
       const int first_h = row < 0 ? -row : 0, first_w = col < 0 ? -col : 0;
@@ -118,14 +120,14 @@ struct Fill {
     }
   };
 
-  // The pieces do not depend on the tile: where a thread needs many, they stand in a table.
+  // Pieces do not depend on the tile: where a thread needs many of them, they are computed once and kept in a table.
   static constexpr bool TABLE = CHANNELS_LAST || THROUGH_REGISTERS;
   static constexpr int TABLE_BYTES = TABLE ? PIECES * 16 : 0;
 
-  __device__ __forceinline__ static void make_table(u32 table, int lead, const Extent& extent) {
+  __device__ __forceinline__ static void make_table(u32 table, int misalignment, const Extent& extent) {
     if constexpr (TABLE)
       for (unsigned index = threadIdx.x; index < PIECES; index += THREADS) {
-        const Piece p = piece(index, lead, extent);
+        const Piece p = piece(index, misalignment, extent);
         const u32 words[4] = {p.from, p.place, static_cast<u32>(p.position), static_cast<u32>(p.column)};
         ptx::store_shared<4>(table + index * 16, words);
       }
@@ -133,46 +135,46 @@ struct Fill {
 
   // ---- asynchronous ------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ static void copy(u32 window, u32 table, const Source& source, int lead) {
-    const Inside inside(source, lead);
+  __device__ __forceinline__ static void copy(u32 window, u32 table, const Source& source, int misalignment) {
+    const Inside inside(source, misalignment);
     if constexpr (CHANNELS_LAST) {
       constexpr unsigned UNITS_PER_POSITION = Win::CHANNELS / COPY;
       static_assert(THREADS % UNITS_PER_POSITION == 0 && PIECES == Win::POSITIONS);
       const unsigned first = threadIdx.x / UNITS_PER_POSITION, channel = threadIdx.x % UNITS_PER_POSITION * COPY;
       const char* const origin = inside.origin + channel * ITEM;
-      const bool real = static_cast<int>(channel) < inside.channels;
+      const bool channel_exists = static_cast<int>(channel) < inside.channels;
       const u32 to = window + (IS_16_BIT ? channel / 8 * Win::OCTET_BYTES + channel % 8 * 2 : channel * Win::CHANNEL_STRIDE * 4);
 #pragma unroll 4
       for (unsigned position = first; position < PIECES; position += THREADS / UNITS_PER_POSITION) {
         u32 entry[2];
         ptx::load_shared_bytes<8>(entry, table + position * 16);
         ptx::copy_async_or_zero<COPY_BYTES, SCATTERS>(to + Win::position_bytes(position),
-                                            origin + static_cast<unsigned long long>(entry[0]) * ITEM, real && inside(entry[1]));
+                                            origin + static_cast<unsigned long long>(entry[0]) * ITEM, channel_exists && inside(entry[1]));
       }
     } else {
-      constexpr int SHARERS = PIECES >= THREADS ? 1 : THREADS / PIECES < Win::CHANNELS ? THREADS / PIECES : Win::CHANNELS;
-      const unsigned first = SHARERS == 1 ? threadIdx.x : threadIdx.x % PIECES;
-      const int sharer = SHARERS == 1 ? 0 : threadIdx.x / PIECES;
-      if (sharer >= SHARERS) return;
+      constexpr int THREADS_PER_PIECE = PIECES >= THREADS ? 1 : THREADS / PIECES < Win::CHANNELS ? THREADS / PIECES : Win::CHANNELS;
+      const unsigned first = THREADS_PER_PIECE == 1 ? threadIdx.x : threadIdx.x % PIECES;
+      const int rank = THREADS_PER_PIECE == 1 ? 0 : threadIdx.x / PIECES;
+      if (rank >= THREADS_PER_PIECE) return;
       const int next_channel = channel_items(source.extent);
-      for (unsigned index = first; index < PIECES; index += SHARERS == 1 ? THREADS : PIECES) {
-        const Piece p = piece(index, lead, source.extent);
-        const bool here = inside(p.place);
-        const char* from = inside.origin + (static_cast<long long>(p.from) + static_cast<long long>(sharer) * next_channel) * ITEM;
-        const u32 to = window + Win::position_bytes(p.position) + sharer * Win::CHANNEL_STRIDE * 4;
-        const int left = inside.channels - sharer;
+      for (unsigned index = first; index < PIECES; index += THREADS_PER_PIECE == 1 ? THREADS : PIECES) {
+        const Piece p = piece(index, misalignment, source.extent);
+        const bool in_bounds = inside(p.place);
+        const char* from = inside.origin + (static_cast<long long>(p.from) + static_cast<long long>(rank) * next_channel) * ITEM;
+        const u32 to = window + Win::position_bytes(p.position) + rank * Win::CHANNEL_STRIDE * 4;
+        const int left = inside.channels - rank;
 #pragma unroll 8
-        for (int i = 0; i < ceil_div(Win::CHANNELS, SHARERS); ++i) {
-          if (Win::CHANNELS % SHARERS && sharer + i * SHARERS >= Win::CHANNELS) break;
-          ptx::copy_async_or_zero<COPY_BYTES, SCATTERS>(to + i * SHARERS * Win::CHANNEL_STRIDE * 4, from,
-                                              here && (Win::GROUP % Win::CHANNELS == 0 || i * SHARERS < left));
-          from += static_cast<long long>(next_channel) * (SHARERS * ITEM);
+        for (int i = 0; i < ceil_div(Win::CHANNELS, THREADS_PER_PIECE); ++i) {
+          if (Win::CHANNELS % THREADS_PER_PIECE && rank + i * THREADS_PER_PIECE >= Win::CHANNELS) break;
+          ptx::copy_async_or_zero<COPY_BYTES, SCATTERS>(to + i * THREADS_PER_PIECE * Win::CHANNEL_STRIDE * 4, from,
+                                              in_bounds && (Win::GROUP % Win::CHANNELS == 0 || i * THREADS_PER_PIECE < left));
+          from += static_cast<long long>(next_channel) * (THREADS_PER_PIECE * ITEM);
         }
       }
     }
   }
 
-  // ---- through registers: 8 channels of COPY columns (channels_last: of one pixel) a slot -----------------------
+  // ---- through registers: a slot is 8 channels of COPY columns (channels_last: of one pixel) --------------------
 
   static constexpr int OCTETS = Win::CHANNELS / 8;
   static constexpr int SLOTS = THROUGH_REGISTERS ? ceil_div(PIECES * OCTETS, THREADS) : 1;
@@ -186,26 +188,26 @@ struct Fill {
   }
   __device__ __forceinline__ static unsigned piece_of(unsigned unit) { return unit / LANE_OCTETS % PIECES; }
 
-  __device__ __forceinline__ void load(u32 table, const Source& source, int lead) {
-    const Inside inside(source, lead);
-    // Pinned, and 32 bits: else the compiler finds the address of every load anew, from the tile's origin.
+  __device__ __forceinline__ void load(u32 table, const Source& source, int misalignment) {
+    const Inside inside(source, misalignment);
+    // Kept in a register, and 32 bits: otherwise the compiler computes the address of every load from the tile's origin again.
     const u32 next_channel = ptx::keep_in_register(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const unsigned unit = threadIdx.x + s * THREADS;
       const u32 channel = octet_of(unit) * 8;
       u32 entry[2] = {0, 0};
-      bool here = unit < PIECES * OCTETS;
-      if (here) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
-      here = here && inside(entry[1]);
-      const int left = here ? inside.channels - static_cast<int>(channel) : 0;
+      bool in_bounds = unit < PIECES * OCTETS;
+      if (in_bounds) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
+      in_bounds = in_bounds && inside(entry[1]);
+      const int left = in_bounds ? inside.channels - static_cast<int>(channel) : 0;
       const char* from = ptx::keep_in_register(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
                                      static_cast<unsigned long long>(channel) * next_channel);
 #pragma unroll
       for (u32 c = 0; c < 8; ++c) {
 #pragma unroll
         for (int i = 0; i < ROW_REGISTERS; ++i) staged[s][c][i] = 0;
-        if (Win::GROUP % Win::CHANNELS == 0 ? here : static_cast<int>(c) < left)
+        if (Win::GROUP % Win::CHANNELS == 0 ? in_bounds : static_cast<int>(c) < left)
           ptx::load_global<COPY_BYTES>(staged[s][c], from + static_cast<unsigned long long>(c) * next_channel);
       }
     }
@@ -229,21 +231,21 @@ struct Fill {
           words[i] = e % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
         }
         int position = first_position + e;
-        bool wanted = true;
-        if constexpr (RAW && Win::SW > 1) {
-          const unsigned column = first_column + e;  // negative: too large
+        bool in_window = true;
+        if constexpr (CONTIGUOUS && Win::SW > 1) {
+          const unsigned column = first_column + e;  // a negative column becomes too large
           const unsigned col = column / Win::SW;
           const int phase = Cols::phase_of_residue(column % Win::SW);
-          wanted = col < Win::COLS && phase >= 0;
+          in_window = col < Win::COLS && phase >= 0;
           position = first_position + phase * Win::COLS + col;
         }
-        if (wanted) ptx::store_shared<4>(plane + position * 16, words);
+        if (in_window) ptx::store_shared<4>(plane + position * 16, words);
       }
     }
   }
 };
 
-/// Round a window of float32 to TF32, where the multiplier would truncate; all threads, a part each.
+/// Rounds a float32 window to TF32, where the tensor cores would truncate. By all threads, a part each.
 template <class Win>
 __device__ __forceinline__ void round_window(u32 window) {
 #pragma unroll 4
@@ -254,28 +256,28 @@ __device__ __forceinline__ void round_window(u32 window) {
   }
 }
 
-static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + Fill<InputWindow>::TABLE_BYTES + Fill<OutputWindow>::TABLE_BYTES,
+static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + WindowLoader<InputWindow>::TABLE_BYTES + WindowLoader<OutputWindow>::TABLE_BYTES,
               "the plan and the kernel must agree");
 
-/// Both operands of a block, tile by tile of its slice, through a ring of STAGES stages. `copy` starts what goes
-/// asynchronously; what goes through registers is asked for by `load` and put down by `store`. Tiles beyond the last do
-/// nothing.
-struct Feed {
+/// Loads both operands of a block, tile by tile of its split, into a ring of STAGES stages. `copy` issues the
+/// asynchronous copies; `load` begins what goes through registers, and `store` writes it to shared memory. Tiles beyond
+/// the last do nothing.
+struct Producer {
   const Element *input, *grad_output;
   const Place& place;
   const GradWeightTileSizes& sizes;
   int first_tile, count;
   u32 stages;
-  Fill<InputWindow> input_fill;
-  Fill<OutputWindow> output_fill;
+  WindowLoader<InputWindow> input_loader;
+  WindowLoader<OutputWindow> output_loader;
 
-  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const GradWeightTileSizes& sizes_,
+  __device__ __forceinline__ Producer(const Element* input_, const Element* grad_output_, const Place& place_, const GradWeightTileSizes& sizes_,
                                   u32 stages_)
       : input(input_), grad_output(grad_output_), place(place_), sizes(sizes_), stages(stages_) {
-    first_tile = sizes.first_tile(place.slice);
-    count = sizes.tiles_of(place.slice);
-    Fill<InputWindow>::make_table(input_table(), 0, input_extent());
-    Fill<OutputWindow>::make_table(output_table(), lead(), output_extent());
+    first_tile = sizes.first_tile(place.split);
+    count = sizes.tiles_of(place.split);
+    WindowLoader<InputWindow>::make_table(input_table(), 0, input_extent());
+    WindowLoader<OutputWindow>::make_table(output_table(), misalignment(), output_extent());
     __syncthreads();
   }
 
@@ -284,32 +286,32 @@ struct Feed {
 
   __device__ __forceinline__ void load(int index) {
     if (index >= count) return;
-    if constexpr (Fill<InputWindow>::THROUGH_REGISTERS) input_fill.load(input_table(), input_source(index), 0);
-    if constexpr (Fill<OutputWindow>::THROUGH_REGISTERS) output_fill.load(output_table(), output_source(index), lead());
+    if constexpr (WindowLoader<InputWindow>::THROUGH_REGISTERS) input_loader.load(input_table(), input_source(index), 0);
+    if constexpr (WindowLoader<OutputWindow>::THROUGH_REGISTERS) output_loader.load(output_table(), output_source(index), misalignment());
   }
   __device__ __forceinline__ void store(int index) const {
     if (index >= count) return;
-    if constexpr (Fill<InputWindow>::THROUGH_REGISTERS) input_fill.store(input_stage(index), input_table());
-    if constexpr (Fill<OutputWindow>::THROUGH_REGISTERS) output_fill.store(output_stage(index), output_table());
+    if constexpr (WindowLoader<InputWindow>::THROUGH_REGISTERS) input_loader.store(input_stage(index), input_table());
+    if constexpr (WindowLoader<OutputWindow>::THROUGH_REGISTERS) output_loader.store(output_stage(index), output_table());
   }
   __device__ __forceinline__ void copy(int index) const {
     if (index < count) {
-      if constexpr (!Fill<InputWindow>::THROUGH_REGISTERS)
-        Fill<InputWindow>::copy(input_stage(index), input_table(), input_source(index), 0);
-      if constexpr (!Fill<OutputWindow>::THROUGH_REGISTERS)
-        Fill<OutputWindow>::copy(output_stage(index), output_table(), output_source(index), lead());
+      if constexpr (!WindowLoader<InputWindow>::THROUGH_REGISTERS)
+        WindowLoader<InputWindow>::copy(input_stage(index), input_table(), input_source(index), 0);
+      if constexpr (!WindowLoader<OutputWindow>::THROUGH_REGISTERS)
+        WindowLoader<OutputWindow>::copy(output_stage(index), output_table(), output_source(index), misalignment());
     }
     ptx::commit_copies();
   }
-  /// Round an input that has arrived to TF32.
+  /// Rounds an input that has arrived to TF32.
   __device__ __forceinline__ void round_input(int index) const {
     if (index < count) round_window<InputWindow>(input_stage(index));
   }
 
  private:
   __device__ __forceinline__ u32 input_table() const { return stages + STAGES * STAGE_BYTES; }
-  __device__ __forceinline__ u32 output_table() const { return input_table() + Fill<InputWindow>::TABLE_BYTES; }
-  __device__ __forceinline__ int lead() const { return TapsW::lead(place.tap_block_w, OUTPUT_COPY); }
+  __device__ __forceinline__ u32 output_table() const { return input_table() + WindowLoader<InputWindow>::TABLE_BYTES; }
+  __device__ __forceinline__ int misalignment() const { return TapsW::misalignment(place.tap_block_w, OUTPUT_COPY); }
   __device__ __forceinline__ Extent input_extent() const { return {sizes.height, sizes.width}; }
   __device__ __forceinline__ Extent output_extent() const { return {sizes.out_height, sizes.out_width}; }
   __device__ __forceinline__ Source input_source(int index) const {

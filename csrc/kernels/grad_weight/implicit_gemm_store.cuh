@@ -1,26 +1,28 @@
-// Where the sums of grad_weight_*.cu go: with one slice straight to the gradient, else to the workspace in the order
-// of the threads, [slice][tile][warp][sum][lane] in units of 4 floats, which grad_weight/split_k_reduce.cu adds up.
+// Where the sums of grad_weight/implicit_gemm_*.cu go: with one split to the gradient, else to the workspace in the
+// order of the threads, [split][tile][warp][sum][lane] in units of 4 floats, which grad_weight/split_k_reduce.cu adds
+// up.
 #pragma once
 
 constexpr int WEIGHT_TILES = M_BLOCKS * N_BLOCKS * TAP_BLOCKS * GROUPS;
-/// Fragments of 16 x 8 sums of one warp: [m][tap][n], m the rows, which are input channels (SWAPPED: output channels).
+/// Fragments of 16 x 8 sums of one warp: [m][tap][n], where m are rows of input channels (SWAPPED: of output channels).
 constexpr int M_FRAGMENTS = (SWAPPED ? WARP_N : WARP_M) / 16, N_FRAGMENTS = (SWAPPED ? WARP_M : WARP_N) / 8;
 constexpr int FRAGMENTS = M_FRAGMENTS * N_FRAGMENTS * WARP_TAPS;
 constexpr int TILE_WARPS = WARPS_M * WARPS_N * WARPS_T;
-/// Units of 4 floats of one slice.
-constexpr long long SLICE_UNITS = static_cast<long long>(WEIGHT_TILES) * TILE_WARPS * FRAGMENTS * 32;
-/// Rows of partial sums of the bias that one slice writes.
+/// Units of 4 floats of one split.
+constexpr long long SPLIT_UNITS = static_cast<long long>(WEIGHT_TILES) * TILE_WARPS * FRAGMENTS * 32;
+/// Rows of partial sums of the bias that one split writes.
 constexpr int BIAS_ROWS = TAP_BLOCKS * BIAS_WRITERS;
 
+/// Which part of a block's tile a warp computes.
 struct WarpPlace {
   int m, n, t;
   __device__ __forceinline__ explicit WarpPlace(int warp)
       : m(warp % WARPS_M), n(warp / WARPS_M % WARPS_N), t(warp / (WARPS_M * WARPS_N)) {}
 };
 
-/// put(offset in the gradient, which of the 4) for the sums of one lane of a fragment that exist.
+/// Calls put(offset in the gradient, which of the 4 sums) for each existing sum of one lane of a fragment.
 template <class Put>
-__device__ __forceinline__ void each_sum(const Place& place, const WarpPlace& warp, int fragment, int lane, const Put& put) {
+__device__ __forceinline__ void for_each_sum(const Place& place, const WarpPlace& warp, int fragment, int lane, const Put& put) {
   const int tap = warp.t * WARP_TAPS + fragment / N_FRAGMENTS % WARP_TAPS;
   const int kh = TapsH::tap(place.tap_block_h, tap / TAP_COLS), kw = TapsW::tap(place.tap_block_w, tap % TAP_COLS);
   if (tap >= BLOCK_TAPS || kh >= KERNEL_H || kw >= KERNEL_W) return;
@@ -33,10 +35,10 @@ __device__ __forceinline__ void each_sum(const Place& place, const WarpPlace& wa
   }
 }
 
-/// Add a warp's sums, [fragment][4], to its partial sums, or set them. `slice` counts the warps along k too.
-__device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane, int slice,
+/// Adds a warp's sums, [fragment][4], to its partial sums, or sets them. `split` counts the warps along k too.
+__device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane, int split,
                                               float4* partial, bool add) {
-  float4* to = partial + slice * SLICE_UNITS + (static_cast<long long>(place.tile) * TILE_WARPS + warp) * (FRAGMENTS * 32) + lane;
+  float4* to = partial + split * SPLIT_UNITS + (static_cast<long long>(place.tile) * TILE_WARPS + warp) * (FRAGMENTS * 32) + lane;
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; ++f) {
     float4 sum = make_float4(sums[f][0], sums[f][1], sums[f][2], sums[f][3]);
@@ -48,13 +50,13 @@ __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4],
   }
 }
 
-/// One fragment of every warp along m at a time passes through shared memory, so that neighbours leave together. A row, of
-/// one input channel, begins a quarter of the banks after the one before.
+/// One fragment of every warp along m at a time passes through shared memory, so that neighbours are stored together.
+/// Each row, of one input channel, begins a quarter of the banks after the one before.
 constexpr int STAGED_ROWS = WARPS_M * 16, ROW_SUMS = BLOCK_N * BLOCK_TAPS, STAGED_PITCH = round_up(ROW_SUMS, 32) + 8;
 constexpr int STAGED_BYTES = STAGED_ROWS * STAGED_PITCH * 4;
-constexpr bool STAGES_GRADIENT = !SWAPPED && STAGED_BYTES <= SHARED_BYTES;
-/// Output channels that leave as one piece.
-constexpr int PIECE = WEIGHT_CHANNELS_LAST && IS_16_BIT && CO_GROUP % 8 == 0 && BLOCK_N % 8 == 0 ? 8 : 1;
+constexpr bool STORES_THROUGH_SHARED = !SWAPPED && STAGED_BYTES <= SHARED_BYTES;
+/// Output channels that one instruction stores.
+constexpr int STORE_VECTOR = WEIGHT_CHANNELS_LAST && IS_16_BIT && CO_GROUP % 8 == 0 && BLOCK_N % 8 == 0 ? 8 : 1;
 
 __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGMENTS][4], const Place& place, const WarpPlace& at,
                                                       int lane, float* shared, Element* gradient) {
@@ -75,7 +77,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
       }
     }
     ptx::sync_named_barrier<1, THREADS>();
-    for (unsigned e = threadIdx.x * PIECE; e < STAGED_ROWS * ROW_SUMS; e += THREADS * PIECE) {
+    for (unsigned e = threadIdx.x * STORE_VECTOR; e < STAGED_ROWS * ROW_SUMS; e += THREADS * STORE_VECTOR) {
       const unsigned m = e / ROW_SUMS, in_row = e % ROW_SUMS;
       const unsigned co = WEIGHT_CHANNELS_LAST ? in_row % BLOCK_N : in_row / BLOCK_TAPS;
       const unsigned tap = WEIGHT_CHANNELS_LAST ? in_row / BLOCK_N : in_row % BLOCK_TAPS;
@@ -84,7 +86,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
       if (ci >= CI_GROUP || place.n0 + static_cast<int>(co) >= CO_GROUP || kh >= KERNEL_H || kw >= KERNEL_W) continue;
       Element* to = gradient + at_weight(place.group * CI_GROUP + ci, place.n0 + co, kh, kw);
       const float* from = shared + m * STAGED_PITCH + in_row;
-      if constexpr (PIECE == 8) {
+      if constexpr (STORE_VECTOR == 8) {
         const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
         *reinterpret_cast<uint4*>(to) = make_uint4(ptx::pack_pair<PRECISION>(a.x, a.y), ptx::pack_pair<PRECISION>(a.z, a.w),
                                                    ptx::pack_pair<PRECISION>(b.x, b.y), ptx::pack_pair<PRECISION>(b.z, b.w));
@@ -95,14 +97,14 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
   }
 }
 
-/// Store a block's sums, which are all there is, to the gradient: THREADS threads. `shared` is free.
+/// Stores a block's sums, which are the only split's, to the gradient. By THREADS threads; `shared` is free.
 __device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
                                                float* shared, Element* gradient) {
   const WarpPlace at(warp);
-  if constexpr (!STAGES_GRADIENT) {
+  if constexpr (!STORES_THROUGH_SHARED) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
-      each_sum(place, at, f, lane, [&](long long offset, int r) { gradient[offset] = store_as<Element>(sums[f][r]); });
+      for_each_sum(place, at, f, lane, [&](long long offset, int r) { gradient[offset] = store_as<Element>(sums[f][r]); });
   } else {
     store_gradient_staged(sums, place, at, lane, shared, gradient);
   }

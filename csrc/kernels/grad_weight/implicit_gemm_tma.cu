@@ -1,17 +1,18 @@
-// Gradient of the weight (and of the bias) on Hopper (sm_90a), in 16 bits, both tensors in channels_last: the product of
-// grad_weight/implicit_gemm_wgmma.cu, with both operands brought by the copy engine (TMA) as they lie in memory.
+// Gradient of the weight (and of the bias) on Hopper (sm_90a), in 16 bits, both tensors in channels_last: the implicit
+// GEMM of grad_weight/implicit_gemm_wgmma.cu, with both operands loaded by TMA as they lie in memory.
 //
-//   M = 64 input channels a warpgroup, N = WARP_N output channels, WARP_TAPS taps; K = 16 pixels a multiply
+//   M = 64 input channels of a warpgroup, N = WARP_N output channels, WARP_TAPS taps; K = 16 pixels of a multiply
 //
-// Both operands lie across k, rows of 64 channels (grad_weight/implicit_gemm_tma.cuh); a tap's shift of grad_output is only another
-// start address. What of a box lies outside its tensor is zero. A box may hold channels of the next group: they make
-// rows and columns of the product that nobody stores.
+// Both operands lie across k, in rows of 64 channels (grad_weight/implicit_gemm_tma.cuh); a tap's shift of grad_output
+// only changes the start address. What a box holds outside of its tensor is zero. A box may hold channels of the next
+// group: they become rows and columns of the product that are not stored.
 //
-// The first THREADS threads multiply and store. Of the warp after them one thread asks for the boxes, through a ring of
-// STAGES stages, and BIAS_THREADS more add up the bias from the stages as they pass.
+// The first THREADS threads are the consumers: they multiply and store. One thread of the next warp is the producer,
+// which loads boxes into a ring of STAGES stages. BIAS_THREADS more threads add up the bias from the stages.
 //
-// Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding, dilation,
-// groups; tiles whose runs of 8 pixels lie in one piece. Flushes and slices as in grad_weight/implicit_gemm_mma.cu.
+// Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding,
+// dilation, groups; tiles whose groups of 8 pixels are contiguous. Flushes and splits as in
+// grad_weight/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -20,28 +21,29 @@
 #include "grad_weight/implicit_gemm_store.cuh"
 #include "grad_weight/implicit_gemm_tma.cuh"
 #include "common/stage_ring.cuh"
+#include "grad_weight/ring_barriers.cuh"
 
 static_assert(IS_16_BIT && CHANNELS_LAST && WARP_M == 16 && WARPS_M % 4 == 0 && WARPS_K == 1 && WARP_N % 32 == 0);
 static_assert(WARPS_N == 1 || WARP_N % BOX_CHANNELS == 0);
 
-constexpr int ASKING_THREADS = 32;
+constexpr int PRODUCER_THREADS = 32;
 constexpr int BIAS_WARPS = BIAS_THREADS / 32;
-/// Of 16 output channels, that a warp adds up.
-constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
-/// Steps of 16 pixels that a warp takes at a time, so that its products do not wait for one another.
-constexpr int BIAS_STEPS = BIAS_SLICES < 2 && STEPS % 4 == 0 ? 4 : BIAS_SLICES < 4 && STEPS % 2 == 0 ? 2 : 1;
+/// Groups of 16 output channels that a warp adds up.
+constexpr int BIAS_CHANNEL_GROUPS = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
+/// Steps of 16 pixels that a warp takes at a time, so that their products are independent.
+constexpr int BIAS_STEPS = BIAS_CHANNEL_GROUPS < 2 && STEPS % 4 == 0 ? 4 : BIAS_CHANNEL_GROUPS < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
-static_assert(!STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
+static_assert(!STORES_THROUGH_SHARED || STAGED_BYTES <= BARRIERS);
 
-/// One thread.
-__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const GradWeightTileSizes& sizes, const TensorMap& input,
+/// The producer, one thread.
+__device__ __forceinline__ void produce(Ring ring, const Place& place, const GradWeightTileSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
   ptx::prefetch_tensor_map(input);
   ptx::prefetch_tensor_map(grad_output);
-  const int first = sizes.first_tile(place.slice), count = sizes.tiles_of(place.slice);
+  const int first = sizes.first_tile(place.split), count = sizes.tiles_of(place.split);
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
     const auto [image, row, col] = TilePlace<TILE_N, TILE_H, TILE_W>::of(first + index, sizes);
@@ -51,30 +53,30 @@ __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, con
     for (int m = 0; m < INPUT_BLOCKS; ++m)
       ptx::tma_load(ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
-    for (int box = 0; box < Boxes::COUNT; ++box) {
-      const int n = box % Boxes::CHANNEL_BLOCKS, phase = box / Boxes::CHANNEL_BLOCKS;
-      ptx::tma_load(ring.weights() + box * Boxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
-                    col * STRIDE_W + base_col + Boxes::phase_col(phase % Boxes::PHASE_COLS),
-                    row * STRIDE_H + base_row + TapsH::residue(phase / Boxes::PHASE_COLS), image, ring.full());
+    for (int box = 0; box < OutputBoxes::COUNT; ++box) {
+      const int n = box % OutputBoxes::CHANNEL_BLOCKS, phase = box / OutputBoxes::CHANNEL_BLOCKS;
+      ptx::tma_load(ring.weights() + box * OutputBoxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
+                    col * STRIDE_W + base_col + OutputBoxes::phase_col(phase % OutputBoxes::PHASE_COLS),
+                    row * STRIDE_H + base_row + TapsH::residue(phase / OutputBoxes::PHASE_COLS), image, ring.full());
     }
   }
 }
 
-/// The bias, by BIAS_THREADS threads: ones times grad_output, 16 pixels x 16 channels at a time, for the taps of the block
-/// that read each pixel once.
+/// The bias, by BIAS_THREADS threads: a row of ones times grad_output, 16 pixels x 16 channels at a time, for the taps of
+/// the block that read each pixel once.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int count, float* bias_partial) {
-  const int warp = (threadIdx.x - THREADS - ASKING_THREADS) / 32, lane = threadIdx.x % 32;
+  const int warp = (threadIdx.x - THREADS - PRODUCER_THREADS) / 32, lane = threadIdx.x % 32;
   u32 taps = 0;
   u32 offsets[BLOCK_TAPS];
 #pragma unroll
   for (int i = 0; i < BLOCK_TAPS; ++i) {
-    taps |= static_cast<u32>(Tap::of(place, i).reads_once) << i;
+    taps |= static_cast<u32>(Tap::of(place, i).reads_each_once) << i;
     offsets[i] = tap_offset(i);
   }
   constexpr u32 ONE = PRECISION == ptx::FP16 ? 0x3c003c00 : 0x3f803f80;
   const uint4 ones = make_uint4(ONE, ONE, ONE, ONE);
-  float sums[BIAS_SLICES][2][4] = {};
-  // Which row of 16 bytes this lane names: lanes 0 to 7 and 16 to 23 of the first 8 pixels, the others of the second.
+  float sums[BIAS_CHANNEL_GROUPS][2][4] = {};
+  // The row that this lane addresses for ldmatrix: lanes 0 to 7 and 16 to 23 the first 8 pixels, the others the second.
   const u32 row = (lane / 8 % 2 * OUT_GROUP + lane % 8) * ROW_BYTES;
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
@@ -84,21 +86,21 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
       if (!(taps >> tap & 1)) continue;
 #pragma unroll 1
       for (int first = 0; first < STEPS; first += BIAS_STEPS) {
-        // All are asked for before the first is used: the compiler keeps the order.
-        u32 m[BIAS_STEPS][BIAS_SLICES][4];
+        // All loads are issued before the first is used: the compiler keeps the order.
+        u32 m[BIAS_STEPS][BIAS_CHANNEL_GROUPS][4];
 #pragma unroll
         for (int step = 0; step < BIAS_STEPS; ++step)
 #pragma unroll
-          for (int i = 0; i < BIAS_SLICES; ++i) {
-            const int slice = warp + i * BIAS_WARPS;
-            if (slice >= BLOCK_N / 16) continue;
-            const u32 at = ring.weights() + slice / 4 * Boxes::BYTES + offsets[tap] + row + Boxes::position((first + step) * STEP) * ROW_BYTES;
-            ptx::load_matrices_transposed(m[step][i], at + ((slice % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
+          for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i) {
+            const int channel_group = warp + i * BIAS_WARPS;
+            if (channel_group >= BLOCK_N / 16) continue;
+            const u32 at = ring.weights() + channel_group / 4 * OutputBoxes::BYTES + offsets[tap] + row + OutputBoxes::position((first + step) * STEP) * ROW_BYTES;
+            ptx::load_matrices_transposed(m[step][i], at + ((channel_group % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
           }
 #pragma unroll
         for (int step = 0; step < BIAS_STEPS; ++step)
 #pragma unroll
-          for (int i = 0; i < BIAS_SLICES; ++i) {
+          for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i) {
             if (warp + i * BIAS_WARPS >= BLOCK_N / 16) continue;
             ptx::mma<PRECISION>(sums[i][0], ones, {m[step][i][0], m[step][i][1]});
             ptx::mma<PRECISION>(sums[i][1], ones, {m[step][i][2], m[step][i][3]});
@@ -110,9 +112,9 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
   }
   // All rows of a product with ones are the same.
   if (lane >= 4) return;
-  const int at_row = place.slice * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
+  const int at_row = place.split * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
 #pragma unroll
-  for (int i = 0; i < BIAS_SLICES; ++i)
+  for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int channel = place.n0 + (warp + i * BIAS_WARPS) * 16 + c / 2 * 8 + lane * 2 + c % 2;
@@ -121,7 +123,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
     }
 }
 
-/// Add 16 pixels for a warpgroup's taps from FIRST on. `b`: without a distance between blocks.
+/// Multiplies 16 pixels for a warpgroup's taps from FIRST on. `b`: a descriptor without the distance between blocks.
 template <int FIRST>
 __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::u64 a, ptx::u64 b, const int (&tap_offset)[WARP_TAPS]) {
   if constexpr (FIRST < WARP_TAPS) {
@@ -132,20 +134,20 @@ __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::
   }
 }
 
-/// THREADS threads.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightTileSizes& sizes, char* shared,
+/// The consumers, THREADS threads.
+__device__ __forceinline__ void consume(Ring ring, const Place& place, const GradWeightTileSizes& sizes, char* shared,
                                                    float4* partial, Element* gradient) {
   const int lane = threadIdx.x % 32;
-  // The same for all threads of a warpgroup, which the compiler should know.
+  // The shuffle tells the compiler that all threads of a warpgroup have the same value.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   const int warp = threadIdx.x / 32;
   const WarpPlace at(warpgroup * 4);
   int tap_offset[WARP_TAPS];
 #pragma unroll
   for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = ::tap_offset(at.t * WARP_TAPS + i) / 16;
-  const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * Boxes::BYTES;
+  const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * OutputBoxes::BYTES;
 
-  const int count = sizes.tiles_of(place.slice);
+  const int count = sizes.tiles_of(place.split);
   int index = 0;
   float sums[FRAGMENTS][4];
   do {
@@ -160,10 +162,10 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       ptx::fence_wgmma();
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
-      // Rolled, the compiler would wait between the multiplies of several flushes.
+      // In a rolled loop the compiler would wait between the multiplies.
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
-        multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
+        multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + OutputBoxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
       ptx::commit_wgmma();
       ptx::wait_wgmma<1>();
       if (index > first && lane == 0) ptx::arrive(ring.empty_before());
@@ -172,15 +174,15 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     ptx::wait_wgmma<0>();
     if (lane == 0) ptx::arrive(ring.empty_before());
     if (end == count) ptx::let_next_launch_start();
-    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split, partial, first > 0);
   } while (index < count);
   if (sizes.through_workspace) return;
-  // The results take the stages' place once these are read by all, the bias's warps too.
+  // The sums take the stages' memory once all consumers and the bias's warps have read them.
   for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
   store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_THREADS, 1)
     grad_weight_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                       Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial,
                       const __grid_constant__ GradWeightTileSizes sizes) {
@@ -190,20 +192,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THR
   const Place place = Place::of(blockIdx.x);
   const bool adds_bias = WITH_BIAS && place.m0 == 0;
   if (threadIdx.x == 0) {
-    Ring each = ring;
-    for (int s = 0; s < STAGES; ++s, each.advance()) {
-      ptx::init_barrier(each.full(), 1);
-      ptx::init_barrier(each.empty(), (THREADS + (adds_bias ? BIAS_THREADS : 0)) / 32);
-    }
+    init_ring<STAGES>(ring, 1, (THREADS + (adds_bias ? BIAS_THREADS : 0)) / 32);
     ptx::fence_barrier_init();
   }
   __syncthreads();
 
   if (threadIdx.x < THREADS) {
-    multiply_and_store(ring, place, sizes, shared, partial, gradient);
-  } else if (threadIdx.x < THREADS + ASKING_THREADS) {
-    if (threadIdx.x == THREADS) ask_for_boxes(ring, place, sizes, input, grad_output);
+    consume(ring, place, sizes, shared, partial, gradient);
+  } else if (threadIdx.x < THREADS + PRODUCER_THREADS) {
+    if (threadIdx.x == THREADS) produce(ring, place, sizes, input, grad_output);
   } else if constexpr (WITH_BIAS) {
-    if (adds_bias) add_bias(ring, place, sizes.tiles_of(place.slice), bias_partial);
+    if (adds_bias) add_bias(ring, place, sizes.tiles_of(place.split), bias_partial);
   }
 }

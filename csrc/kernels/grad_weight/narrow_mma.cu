@@ -1,26 +1,29 @@
-// Gradient of the weight on the tensor cores where the channels of a group are few on a side: RGB heads, narrow groups,
-// depthwise, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; either layout of the gradient.
+// Gradient of the weight with mma.sync where a group has few channels on one side: RGB heads, narrow groups, depthwise
+// layers, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; either layout of the gradient.
 //
-//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * patch[(ih, iw), tap]    (patch: see gradients/gather.cuh)
+//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * im2col[(ih, iw), tap]
+//   (im2col: see gradients/grad_output_tile.cuh)
 //
-// A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps of one
-// chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in registers; they
-// leave at the end, in the gradient's own order of memory: as they are, or where sizes.split as float32 to
-// partial[slice], a slice being what one column of tiles and one walk add up. Every sum has a fixed order.
-// Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A warp
-// owns M_TILES * 16 channels and N_TILES * 8 taps, and takes units of 16 pixels of a row, two steps of k each. The input
-// goes from memory to registers (grad_weight/narrow_mma_input.cuh): INPUT_VECTOR neighbouring pixels at once in NCHW.
+// An implicit GEMM with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps
+// of one chunk, k = pixels. A block walks down sizes.segment_tiles tiles of TILE_H x TILE_W pixels and keeps its sums
+// in registers. At the end it stores them in the gradient's own memory order: as they are, or, where sizes.split, as
+// float32 to partial[split], where a split is what one column of tiles and one walk add up. Every sum has a fixed
+// order.
+// Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A
+// warp computes M_TILES * 16 channels and N_TILES * 8 taps, and takes units of 16 pixels of a row, two steps of k
+// each. The input goes from memory to registers (grad_weight/narrow_mma_input.cuh), in NCHW INPUT_VECTOR neighbouring
+// pixels at once.
 //
-// WITH_BIAS: the sum of grad_output over batch and pixels beside it, from the tiles that lie in shared memory anyway. A
-// tile adds up the output pixels from its own first to the next tile's first; the plan sees to it that it holds them.
-// A slice has two rows of `bias_result`: its sum, and what rounding left of it.
+// WITH_BIAS: also the sum of grad_output over batch and pixels, from the tiles in shared memory. A tile adds up the
+// output pixels from its own first to the next tile's first; the plan makes sure that it holds them. A split has two
+// rows of `bias_result`: its sum, and what rounding left of it.
 #include "common/compensated_sum.cuh"
 #include "grad_weight/narrow_mma_input.cuh"
 
 constexpr int WARP_M = 16 * M_TILES;
 constexpr int M_BLOCKS = ceil_div(CI_GROUP, BLOCK_M);
 constexpr int UNITS_ACROSS = TILE_W / 16, UNITS = UNITS_ACROSS * TILE_H / WARPS_K;  // of a row, of a warp
-// A warp's units: so many side by side, WARPS_K apart, then so many rows further down.
+// A warp's units: WARP_ACROSS of them side by side, WARPS_K apart, then WARP_DOWN rows further down.
 constexpr int WARP_ACROSS = UNITS_ACROSS > WARPS_K ? UNITS_ACROSS / WARPS_K : 1;
 constexpr int WARP_DOWN = WARPS_K > UNITS_ACROSS ? WARPS_K / UNITS_ACROSS : 1;
 static_assert(UNITS % DEPTH == 0 && (DEPTH & (DEPTH - 1)) == 0);
@@ -46,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int tiles_down = static_cast<int>(sizes.down.value), tiles_across = static_cast<int>(sizes.across.value);
   const int first = static_cast<int>(block.rest) * sizes.segment_tiles, left = sizes.batch * tiles_down - first;
   const int steps = sizes.segment_tiles < left ? sizes.segment_tiles : left;
-  const long long slice = (long long)block.rest * tiles_across + tile_w;
+  const long long split = (long long)block.rest * tiles_across + tile_w;
   const int co0 = chunk / KH_CHUNKS * CHUNK_CO, kh0 = chunk % KH_CHUNKS;
   const Position start = Position::of(sizes, first);
 
@@ -74,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
            at_input(sizes, 0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
   };
   const Element* corner = corner_of(start);  // the lane's first element of the tile
-  // Rows down and columns across from the warp's first unit to unit first + slot. Divided apart: of the sum of a loop's
-  // index and a constant, NVRTC 13.0 was seen to compute wrong quotients.
+  // Rows down and columns across from the warp's first unit to unit first + slot. They are divided one by one: NVRTC 13.0
+  // was seen to compute wrong quotients of the sum of a loop's index and a constant.
   const auto rows_down = [](int first, int slot) { return (first / WARP_ACROSS + slot / WARP_ACROSS) * WARP_DOWN; };
   const auto columns_across = [](int first, int slot) {
     return (first % WARP_ACROSS + slot % WARP_ACROSS) * (16 * WARPS_K);
@@ -97,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int n0 = warp_n * (8 * N_TILES);
   int taps[N_TILES];
 #pragma unroll
-  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_place(n0 + 8 * n + g) : 0;
-  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * CELL;
+  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_offset(n0 + 8 * n + g) : 0;
+  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * PIXEL_PITCH;
 
   constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
   const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
@@ -110,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if constexpr (ASYNC) {
-      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE);
+      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE_WORDS);
       ptx::commit_copies();
       ptx::wait_copies<1>();
       __syncthreads();
@@ -119,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
       if (step + 1 < steps) fetch_tile(nullptr);
     }
-    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0);
+    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE_WORDS : 0);
     const u32 lane_address = ptx::shared_address(whole_tile + lane_place);
     buffer ^= 1;
     if (sums_bias) {
@@ -128,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c)
         for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32)
           for (int column = SHIFT + lane; column < own_columns; column += 32)
-            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)]);
+            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_offset(column)]);
     }
 
 #pragma unroll UNROLL
@@ -148,10 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         fetch_unit(0, slot);
       }
       const int down = rows_down(first, slot), across = columns_across(first, slot);
-      // Outside of the input x is zero, but the patch may hold an infinity.
+      // Outside of the input x is zero, but the patch may hold an infinity, and their product would be NaN.
       if (ih0 + row0 + down >= sizes.height) continue;
-      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
-      // Pinned: what follows is then a constant offset of each load.
+      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * PIXEL_PITCH);
+      // Pinned, so that each load has a constant offset from it.
       u32 patch[N_TILES];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::keep_in_register(unit_address + taps[n]);
@@ -160,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       };
       const auto multiply_unit = [&](const auto& gathered) {
         if constexpr (PRECISION == ptx::IEEE) {
-          // Both steps of a unit make one partial sum.
+          // Both steps of a unit are added into one partial sum.
 #pragma unroll
           for (int n = 0; n < N_TILES; ++n) {
             const Rounded patches[4] = {gathered(n, 0), gathered(n, 1), gathered(n, 2), gathered(n, 3)};
@@ -189,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           }
         }
       };
-      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)); };
+      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * PIXEL_PITCH)); };
       const int unit_columns = sizes.width - (iw0 + column0 + across);
-      if (unit_columns >= 16) {  // all lanes alike
+      if (unit_columns >= 16) {  // the same for all lanes
         multiply_unit([&](int n, int q) { return rounded(of_pixel(n, q)); });
       } else {
         const int columns = unit_columns - INPUT_VECTOR * t;
@@ -203,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
 
   ptx::let_next_launch_start();
-  // The warps that shared the pixels add up, the upper half to the lower, until one is left.
+  // The warps that share the pixels add up their sums, the upper half to the lower, until one is left.
   constexpr int SUMS = M_TILES * N_TILES * 4;
 #pragma unroll
   for (int half = WARPS_K / 2; half > 0; half /= 2) {
@@ -239,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int channel = group0 * CO_GROUP + co0 + c;
       if (sizes.split) {
         const auto partial = static_cast<float*>(bias_result);
-        partial[2 * slice * OUT_CHANNELS + channel] = total.sum;
-        partial[(2 * slice + 1) * OUT_CHANNELS + channel] = total.remainder();
+        partial[2 * split * OUT_CHANNELS + channel] = total.sum;
+        partial[(2 * split + 1) * OUT_CHANNELS + channel] = total.remainder();
       } else {
         static_cast<Element*>(bias_result)[channel] = store_as<Element>(total.value());
       }
@@ -248,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   if (warp_k > 0) return;
 
-  const long long first_result = slice * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
+  const long long first_result = split * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll

@@ -1,18 +1,18 @@
-// The input of grad_weight/narrow_mma.cu on its way from memory to the multiplier: a warp takes units of 16 pixels of a row,
-// for which a lane holds, of each m tile, rows g and g + 8 and four pixels q: its k = t (q even) or t + 4 (q odd) in
-// step q / 2. Asked for DEPTH units ahead, and kept as it came until it is used.
+// The input of grad_weight/narrow_mma.cu on its way from memory to the tensor cores: a warp takes units of 16 pixels
+// of a row. Of each m tile a lane holds rows g and g + 8 and four pixels q: its k = t (q even) or t + 4 (q odd) in
+// step q / 2. Units are prefetched DEPTH ahead, and kept as they were loaded until they are used.
 #pragma once
-#include "gradients/gather.cuh"
+#include "gradients/grad_output_tile.cuh"
 
 constexpr int BLOCK_M = WARPS_M * M_TILES * 16;  // input channels of a block, of one group
-// In channels_last a lane owns rows g and g + 8 of every m tile, where there are more than 8 channels: they are
-// neighbours, read at once.
+/// In channels_last, where there are more than 8 channels, rows g and g + 8 of every m tile of a lane are neighbouring
+/// channels, loaded at once.
 constexpr bool NEIGHBOURS = CHANNELS_LAST && BLOCK_GROUPS == 1 && HALVES == 2;
 constexpr int LANE_CHANNELS = NEIGHBOURS ? 2 * M_TILES : 1;
 constexpr bool RAGGED_M = CI_GROUP % BLOCK_M != 0;
 constexpr Index PIXEL_STEP = CHANNELS_LAST ? IN_CHANNELS : 1;  // elements of the input from a pixel to the next
 
-// Pixel of a unit that lane t has for q.
+/// The pixel of a unit that lane t has for q.
 __device__ __forceinline__ constexpr int pixel_of(int q, int t) {
   return q / INPUT_VECTOR * (4 * INPUT_VECTOR) + INPUT_VECTOR * t + q % INPUT_VECTOR;
 }
@@ -22,14 +22,15 @@ constexpr int input_load() {
   if (IN_CHANNELS % LANE_CHANNELS != 0 || CI_GROUP % LANE_CHANNELS != 0) return 1;
   return gcd(LANE_CHANNELS, 16 / sizeof(Element));  // a lane's channels may be six
 }
-constexpr int INPUT_LOAD = input_load();  // elements that travel together: pixels, or channels where NEIGHBOURS
+constexpr int INPUT_LOAD = input_load();  // elements of one load: pixels, or channels where NEIGHBOURS
 constexpr int LOAD_BYTES = INPUT_LOAD * sizeof(Element), LOAD_WORDS = ceil_div(LOAD_BYTES, 4);
 
 struct InputUnit {
   static constexpr int COUNT = M_TILES * HALVES * 4 / INPUT_LOAD;
   u32 words[COUNT][LOAD_WORDS];
 
-  // `from`: the lane's first pixel and channel, `channel_step` elements before the next. Zeros where there is no such row, column or channel.
+  // `from`: the lane's first pixel and channel; `channel_step`: elements to the next channel. Loads zeros where the row, column
+  // or channel does not exist.
   __device__ __forceinline__ void fetch(const Element* from, Index channel_step, bool row_inside, int columns, int channels) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {

@@ -1,4 +1,4 @@
-// The gradient of the weight with pixels along lines (grad_weight/pixel_rows.cu): which of its entries a tile holds.
+// Gradient of the weight with pixels along k (grad_weight/pixel_rows.cu): which of its entries a tile holds.
 //
 // One side of a tile are input channels of a group; the other are chunks of CHUNK output channels, each of one tap.
 #pragma once
@@ -18,25 +18,26 @@ constexpr int INPUT_TILES = ceil_div(CI_GROUP, INPUT_SIDE);
 constexpr int OUTPUT_TILES = ceil_div(TAPS * CHANNEL_CHUNKS, TILE_CHUNKS);
 static_assert(OUTPUT_SIDE % CHUNK == 0);
 
-/// Blocks of a cluster bring an operand together: nobody, the tiles of one input side, or those of one output side.
-constexpr int NOBODY = 0, INPUT = 1, OUTPUT = 2;
-constexpr int CLUSTER = SHARES == NOBODY ? 1 : 2;
-static_assert(SHARES == NOBODY || (SHARES == INPUT ? OUTPUT_TILES : INPUT_TILES) % CLUSTER == 0);
+/// The operand that two blocks of a cluster load for each other: none, the input (for tiles of the same input channels),
+/// or grad_output (for tiles of the same output channels).
+constexpr int NONE = 0, INPUT = 1, OUTPUT = 2;
+constexpr int CLUSTER = MULTICAST == NONE ? 1 : 2;
+static_assert(MULTICAST == NONE || (MULTICAST == INPUT ? OUTPUT_TILES : INPUT_TILES) % CLUSTER == 0);
 
-/// What a block computes. Blocks of a cluster are neighbours.
+/// Which tile and split a block computes. Blocks of a cluster are neighbours.
 struct Place {
   int ci;           // first input channel, in the group
-  int first_chunk;  // of the group's, counted [tap][channels]
-  int group, slice;
+  int first_chunk;  // in the group, counted [tap][channels]
+  int group, split;
 
   __device__ __forceinline__ explicit Place(int block) {
     int tile = block % (INPUT_TILES * OUTPUT_TILES);
     const int rest = block / (INPUT_TILES * OUTPUT_TILES);
-    const int along_input = SHARES == INPUT ? tile / OUTPUT_TILES : tile % INPUT_TILES;
-    const int along_output = SHARES == INPUT ? tile % OUTPUT_TILES : tile / INPUT_TILES;
+    const int along_input = MULTICAST == INPUT ? tile / OUTPUT_TILES : tile % INPUT_TILES;
+    const int along_output = MULTICAST == INPUT ? tile % OUTPUT_TILES : tile / INPUT_TILES;
     ci = along_input * INPUT_SIDE;
     first_chunk = along_output * TILE_CHUNKS;
     group = rest % GROUPS;
-    slice = rest / GROUPS;
+    split = rest / GROUPS;
   }
 };

@@ -1,8 +1,8 @@
-// What the kernels of the gradient of the weight with pixels along k share: the ring of stages, the multiplies, and where
-// the sums go. Included where STAGES, BOX and what grad_weight/pixel_rows_layout.cuh needs are known.
+// Of grad_weight/pixel_rows.cu: the ring of stages, the multiplies, and where the sums go. Included where STAGES, BOX
+// and the constants of grad_weight/pixel_rows_layout.cuh are known.
 //
-// A stage is 32 pixels, in boxes of BOX: [box][row][BOX pixels] of the rows, then of the columns, each row swizzled as a
-// box of the copy engine is (common/tma.cuh).
+// A stage is 32 pixels in boxes of BOX: [box][row][BOX pixels] of the rows, then of the columns, with TMA's swizzle
+// (common/tma.cuh).
 #pragma once
 
 using ptx::u32;
@@ -13,7 +13,7 @@ constexpr int BOX_ROW_BYTES = BOX * 4;
 constexpr int ROWS_BYTES = TILE_ROWS * BOX_ROW_BYTES, COLS_BYTES = TILE_COLS * BOX_ROW_BYTES;  // of one box
 constexpr int STAGE_BYTES = BOXES * (ROWS_BYTES + COLS_BYTES);
 constexpr int EIGHT_ROWS = 8 * BOX_ROW_BYTES;
-constexpr int MULTIPLYING_WARPS = 8;
+constexpr int CONSUMER_WARPS = 8;
 static_assert(STAGE_BYTES % 1024 == 0 && ROWS_BYTES * BOXES % 1024 == 0);
 
 struct Ring {
@@ -35,8 +35,8 @@ struct Ring {
   }
 };
 
-/// The multiplies of one warpgroup.
-__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[TILE_COLS / 2], int warpgroup, int stages, int lane) {
+/// The consumer: one warpgroup's multiplies.
+__device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[TILE_COLS / 2], int warpgroup, int stages, int lane) {
 #pragma unroll
   for (float& sum : sums) sum = 0.f;
   for (int s = 0; s < stages; ++s) {
@@ -50,10 +50,10 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[TILE_COLS 
       for (int k = 0; k < BOX / 8; ++k)
         ptx::wgmma<ptx::TF32, TILE_COLS>(sums, rows + (box * ROWS_BYTES + k * 32) / 16, cols + (box * COLS_BYTES + k * 32) / 16);
     ptx::commit_wgmma();
-    // All of the stage before is multiplied by this warp.
+    // This warp has multiplied the stage before.
     ptx::wait_wgmma<1>();
     if (s > 0) {
-      if constexpr (SHARES == NOBODY) {
+      if constexpr (MULTICAST == NONE) {
         if (lane == 0) ptx::arrive(ring.empty_before());
       } else {
         if (lane < CLUSTER) ptx::arrive_in_cluster(ring.empty_before(), lane);
@@ -64,8 +64,8 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[TILE_COLS 
   ptx::wait_wgmma<0>();
 }
 
-/// Where an entry lies; -1 where a tile reaches beyond the gradient.
-__device__ __forceinline__ long long entry(const Place& place, int in, int out) {
+/// Offset of an entry of the gradient; -1 where a tile reaches beyond it.
+__device__ __forceinline__ long long gradient_offset(const Place& place, int in, int out) {
   const int chunk = place.first_chunk + out / CHUNK, tap = chunk / CHANNEL_CHUNKS;
   const int ci = place.ci + in, co = chunk % CHANNEL_CHUNKS * CHUNK + out % CHUNK;
   if (ci >= CI_GROUP || co >= CO_GROUP || tap >= TAPS) return -1;
@@ -73,7 +73,7 @@ __device__ __forceinline__ long long entry(const Place& place, int in, int out) 
 }
 
 __device__ __forceinline__ void store(const float (&sums)[TILE_COLS / 2], const Place& place, int first_row, int lane, float* gradient) {
-  gradient += static_cast<long long>(place.slice) * IN_CHANNELS * TAPS * CO_GROUP;
+  gradient += static_cast<long long>(place.split) * IN_CHANNELS * TAPS * CO_GROUP;
 #pragma unroll
   for (int j = 0; j < TILE_COLS / 8; ++j)
 #pragma unroll
@@ -81,11 +81,11 @@ __device__ __forceinline__ void store(const float (&sums)[TILE_COLS / 2], const 
       const int row = first_row + lane / 4 + half * 8, col = j * 8 + lane % 4 * 2;
       const float first = sums[j * 4 + half * 2], second = sums[j * 4 + half * 2 + 1];
       if constexpr (!SWAPPED && CO_GROUP % 2 == 0) {
-        const long long at = entry(place, row, col);
+        const long long at = gradient_offset(place, row, col);
         if (at >= 0) *reinterpret_cast<float2*>(gradient + at) = make_float2(first, second);
       } else {
-        const long long at = SWAPPED ? entry(place, col, row) : entry(place, row, col);
-        const long long next = SWAPPED ? entry(place, col + 1, row) : entry(place, row, col + 1);
+        const long long at = SWAPPED ? gradient_offset(place, col, row) : gradient_offset(place, row, col);
+        const long long next = SWAPPED ? gradient_offset(place, col + 1, row) : gradient_offset(place, row, col + 1);
         if (at >= 0) gradient[at] = first;
         if (next >= 0) gradient[next] = second;
       }

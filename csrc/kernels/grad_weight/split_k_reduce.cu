@@ -1,16 +1,16 @@
-// The last step of grad_weight_*.cu: adds up the slices' partial sums of the weight's gradient, and of the bias's, in
-// a fixed order. A thread adds up a unit of 4 sums; where there are many slices, several threads share them. The last
-// blocks add up the bias: BIAS_LANES threads share the rows of a channel.
+// The last launch of grad_weight/implicit_gemm_*.cu: adds up the splits' partial sums of the weight's gradient and of
+// the bias's in a fixed order. A thread adds up a unit of 4 sums; where there are many splits, several threads share a
+// unit. The last blocks add up the bias: BIAS_LANES threads share the rows of a channel.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "grad_weight/implicit_gemm_layout.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
 
 struct ReduceSizes {
-  int copies;         // of the weight's gradient, to be added up
-  int bias_rows;      // the same of the bias's
-  int weight_blocks;  // that add up the weight's
-  int unit_bits;      // 2^unit_bits threads of a block have units of their own, the others share those
+  int copies;         // partial sums of the weight's gradient
+  int bias_rows;      // partial sums of the bias's gradient
+  int weight_blocks;  // blocks that add up the weight's gradient
+  int unit_bits;      // a block has 2^unit_bits units, which its threads share
 };
 
 __device__ __forceinline__ void add(float4& sum, const float4& part) {
@@ -20,15 +20,15 @@ __device__ __forceinline__ void add(float4& sum, const float4& part) {
 __device__ __forceinline__ void reduce_bias(int block, int rows, const float* bias_partial, Element* bias_gradient) {
   constexpr int COLUMNS = REDUCE_THREADS / BIAS_LANES;
   __shared__ CompensatedSum<float> shared[BIAS_LANES][COLUMNS];
-  const int column = threadIdx.x % COLUMNS, sharer = threadIdx.x / COLUMNS, channel = block * COLUMNS + column;
+  const int column = threadIdx.x % COLUMNS, rank = threadIdx.x / COLUMNS, channel = block * COLUMNS + column;
   CompensatedSum<float> sum{};
   if (channel < OUT_CHANNELS) {
 #pragma unroll 8
-    for (int row = sharer; row < rows; row += BIAS_LANES) sum.add(bias_partial[row * OUT_CHANNELS + channel]);
+    for (int row = rank; row < rows; row += BIAS_LANES) sum.add(bias_partial[row * OUT_CHANNELS + channel]);
   }
-  shared[sharer][column] = sum;
+  shared[rank][column] = sum;
   __syncthreads();
-  if (sharer || channel >= OUT_CHANNELS) return;
+  if (rank || channel >= OUT_CHANNELS) return;
 #pragma unroll
   for (int s = 1; s < BIAS_LANES; ++s) sum.add(shared[s][column]);
   bias_gradient[channel] = store_as<Element>(sum.value());
@@ -45,23 +45,23 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_bias(block - sizes.weight_blocks, sizes.bias_rows, bias_partial, bias_gradient);
     return;
   }
-  const int units = 1 << sizes.unit_bits, sharers = REDUCE_THREADS >> sizes.unit_bits;
-  const int lane = threadIdx.x & (units - 1), sharer = threadIdx.x >> sizes.unit_bits;
+  const int units = 1 << sizes.unit_bits, ranks = REDUCE_THREADS >> sizes.unit_bits;
+  const int lane = threadIdx.x & (units - 1), rank = threadIdx.x >> sizes.unit_bits;
   const unsigned unit = (static_cast<unsigned>(block) << sizes.unit_bits) + lane;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (unit < SLICE_UNITS) {
+  if (unit < SPLIT_UNITS) {
     const float4* from = partial + unit;
 #pragma unroll 4
-    for (int s = sharer; s < sizes.copies; s += sharers) add(sum, from[s * SLICE_UNITS]);
+    for (int s = rank; s < sizes.copies; s += ranks) add(sum, from[s * SPLIT_UNITS]);
   }
   shared[threadIdx.x] = sum;
   __syncthreads();
-  if (sharer) return;
-  for (int s = 1; s < sharers; ++s) add(sum, shared[(s << sizes.unit_bits) + lane]);
-  if (unit >= SLICE_UNITS) return;
+  if (rank) return;
+  for (int s = 1; s < ranks; ++s) add(sum, shared[(s << sizes.unit_bits) + lane]);
+  if (unit >= SPLIT_UNITS) return;
   const unsigned fragment = unit / 32;
   const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-  each_sum(Place::of(static_cast<int>(fragment / (FRAGMENTS * TILE_WARPS))), WarpPlace(static_cast<int>(fragment / FRAGMENTS % TILE_WARPS)),
+  for_each_sum(Place::of(static_cast<int>(fragment / (FRAGMENTS * TILE_WARPS))), WarpPlace(static_cast<int>(fragment / FRAGMENTS % TILE_WARPS)),
            static_cast<int>(fragment % FRAGMENTS), static_cast<int>(unit % 32),
            [&](long long offset, int r) { gradient[offset] = store_as<Element>(values[r]); });
 }

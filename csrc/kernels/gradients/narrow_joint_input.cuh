@@ -1,8 +1,8 @@
-// The warps of gradients/narrow_joint.cu that make the gradient of the input: patches times weights.
+// The warps of gradients/narrow_joint.cu that compute the gradient of the input: im2col rows times weights.
 #pragma once
 
-/// The word of a fragment: rows g and g + 8 of k = t, then of k = t + 4. In channels_last the rows are permuted so that a
-/// lane's results are neighbours.
+/// Stores the weights as fragments. The words of a fragment are rows g and g + 8 of k = t, then of k = t + 4. In channels_last
+/// the rows are permuted so that a lane's results are neighbours.
 __device__ __forceinline__ void load_weights(char* to, const Element* weight) {
 #pragma unroll 4
   for (int e = threadIdx.x; e < CHANNELS / 16 * K_STEPS * 128; e += THREADS) {
@@ -11,8 +11,8 @@ __device__ __forceinline__ void load_weights(char* to, const Element* weight) {
     const int ci = tile * 16 + (CHANNELS_LAST ? g / 2 * 4 + word % 2 * 2 + g % 2 : word % 2 * 8 + g);
     const auto value = [&](int in_step) {
       const int tap = step * (STEP_BYTES / ITEM) + in_step;
-      Digits place{static_cast<unsigned>(tap)};
-      const int kw = place.next(KERNEL_W), kh = place.next(KERNEL_H), co = place.rest;
+      Digits tap_digits{static_cast<unsigned>(tap)};
+      const int kw = tap_digits.next(KERNEL_W), kh = tap_digits.next(KERNEL_H), co = tap_digits.rest;
       return ci < IN_CHANNELS && tap < ALL_TAPS ? weight[at_weight(ci, co, kh, kw)] : Element{};
     };
     u32 words[2];
@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_weights(char* to, const Element* weight) {
       split(words[0], words[1], load_as(value(word / 2 * 4 + t)));
     } else {
       const int first = word / 2 * 8 + 2 * t;
-      words[0] = Gatherer::bits(value(first)) | Gatherer::bits(value(first + 1)) << 16;
+      words[0] = Im2colProducer::bits(value(first)) | Im2colProducer::bits(value(first + 1)) << 16;
     }
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
@@ -28,29 +28,29 @@ __device__ __forceinline__ void load_weights(char* to, const Element* weight) {
   }
 }
 
-struct InputRole {
+struct GradInputConsumer {
   const int lane, warp_c, first_pixel;
-  u32 weights, patch_at;
+  u32 weights, im2col_at;
 
-  __device__ __forceinline__ InputRole(u32 shared, int warp)
+  __device__ __forceinline__ GradInputConsumer(u32 shared, int warp)
       : lane(threadIdx.x % 32), warp_c(warp % INPUT_WARPS_C), first_pixel(warp / INPUT_WARPS_C * INPUT_P_TILES * 16) {
     weights = ptx::keep_in_register(shared + WEIGHTS_AT + (warp_c * INPUT_C_TILES * K_STEPS * PARTS * 32 + lane) * 16);
-    // Lane 8m + r names row r of matrix m: in NCHW 8 pixels, two pieces of k, then 8 more, permuted so that a lane's results
-    // are neighbours; in channels_last 16 pixels, then the second piece of k.
+    // For ldmatrix lane 8m + r gives the address of row r of matrix m. In NCHW: 8 pixels and two vectors of k, then 8 more
+    // pixels, permuted so that a lane's results are neighbours. In channels_last: 16 pixels, then the second vector of k.
     const int m = lane / 8, r = lane % 8;
-    const int pixel = CHANNELS_LAST ? m % 2 * 8 + r : r / 2 * 4 + m / 2 * 2 + r % 2, piece = CHANNELS_LAST ? m / 2 : m % 2;
-    patch_at = patch_place(first_pixel + pixel) + piece * 16;
+    const int pixel = CHANNELS_LAST ? m % 2 * 8 + r : r / 2 * 4 + m / 2 * 2 + r % 2, vector = CHANNELS_LAST ? m / 2 : m % 2;
+    im2col_at = im2col_offset(first_pixel + pixel) + vector * 16;
   }
 
-  // Of 16 pixels: [16 channels][half of the pixels or, in channels_last, of the channels].
+  // Sums of 16 pixels: [16 channels][half of the pixels or, in channels_last, of the channels].
   struct Sums {
     float of[INPUT_C_TILES][2][4];
   };
 
-  // One step of k; float32's products begin a sum.
+  // Multiplies one step of k. The products of float32 begin a new sum.
   __device__ __forceinline__ static void multiply(Sums& sums, const u32 (&taps)[PARTS][4], const uint4 (&w)[INPUT_C_TILES][PARTS]) {
     const auto half_of = [](const uint4& v, int j) { return make_uint2(j ? v.y : v.x, j ? v.w : v.z); };
-    const uint4 patch[2] = {as_vector(taps[0]), as_vector(taps[PARTS - 1])};
+    const uint4 im2col[2] = {as_vector(taps[0]), as_vector(taps[PARTS - 1])};
     static_for<0, IS_IEEE ? 3 : 1>([&](auto round) {
       constexpr int ROUND = decltype(round)::value;
 #pragma unroll
@@ -61,7 +61,7 @@ struct InputRole {
           const u32 high[2] = {CHANNELS_LAST ? weight_high.x : taps[0][2 * j], CHANNELS_LAST ? weight_high.y : taps[0][2 * j + 1]};
           const u32 low[2] = {CHANNELS_LAST ? weight_low.x : taps[PARTS - 1][2 * j],
                               CHANNELS_LAST ? weight_low.y : taps[PARTS - 1][2 * j + 1]};
-          const uint4 rows[2] = {CHANNELS_LAST ? patch[0] : w[c][0], CHANNELS_LAST ? patch[1] : w[c][PARTS - 1]};
+          const uint4 rows[2] = {CHANNELS_LAST ? im2col[0] : w[c][0], CHANNELS_LAST ? im2col[1] : w[c][PARTS - 1]};
           if constexpr (IS_IEEE) {
             multiply_part<ROUND, ROUND == 0>(sums.of[c][j], rows, high, low);
           } else {
@@ -71,9 +71,9 @@ struct InputRole {
     });
   }
 
-  __device__ __forceinline__ void work(u32 patches, const PatchSizes& sizes, int tile, Element* grad_input) const {
+  __device__ __forceinline__ void compute(u32 im2col, const PatchSizes& sizes, int tile, Element* grad_input) const {
     Sums sum[INPUT_P_TILES] = {};
-    const u32 patch = ptx::keep_in_register(patches + patch_at);
+    const u32 row_address = ptx::keep_in_register(im2col + im2col_at);
 #pragma unroll(IS_IEEE ? 1 : 3)
     for (int step = 0; step < K_STEPS; ++step) {
       uint4 w[INPUT_C_TILES][PARTS];
@@ -87,7 +87,7 @@ struct InputRole {
         u32 taps[PARTS][4];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
-          ptx::load_matrices(taps[part], patch + part * PATCH_PART + p * 2 * PATCH_GROUP + step * STEP_BYTES);
+          ptx::load_matrices(taps[part], row_address + part * IM2COL_PART + p * 2 * IM2COL_GROUP + step * STEP_BYTES);
         if constexpr (IS_IEEE) {
           Sums products;
           multiply(products, taps, w);
@@ -105,9 +105,9 @@ struct InputRole {
 
   __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], const PatchSizes& sizes, int tile,
                                         Element* grad_input) const {
-    const Run run = Run::of(sizes, tile);
-    const int pixel0 = run.pixel + first_pixel, g = lane / 4, t = lane % 4;
-    Element* const to = grad_input + run.image * input_elements(sizes);
+    const Tile first = Tile::of(sizes, tile);
+    const int pixel0 = first.pixel + first_pixel, g = lane / 4, t = lane % 4;
+    Element* const to = grad_input + first.image * input_elements(sizes);
 #pragma unroll
     for (int c = 0; c < INPUT_C_TILES; ++c)
 #pragma unroll

@@ -1,5 +1,5 @@
-// All gradients of a tiny problem, any geometry and layout: one launch without a workspace. grad_output is read as it
-// lies, that of a sum, which is one number with strides of 0, included.
+// All gradients of a tiny problem, any geometry and layout: one launch without a workspace. grad_output may have any strides,
+// also strides of 0 (the gradient of a sum is one number that is broadcast).
 //
 //   grad_input[n, ci, ih, iw] = sum over co in the group of ci, and kh, kw, of grad_output[n, co, oh, ow] *
 //       weight[ci, co, kh, kw], with oh = ih * stride_h - padding_h + kh * dilation_h inside the output (and the same
@@ -18,14 +18,14 @@ using Total = CompensatedSum<Sum, (sizeof(Element) > 2)>;
 struct Pixel {
   int n, row, col;
 
-  /// The index-th of all images.
+  /// Returns pixel `index` of all images.
   __device__ __forceinline__ static Pixel of(int index, int rows, int cols) {
     const int line = index / cols;
     return {line / rows, line % rows, index - line * cols};
   }
 };
 
-/// The sum of all lanes, in each.
+/// Returns the sum of all lanes, in each lane.
 __device__ __forceinline__ Sum over_lanes(Sum sum) {
 #pragma unroll
   for (int mask = LANES / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);

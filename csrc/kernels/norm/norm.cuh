@@ -1,11 +1,12 @@
-// What the kernels of normalisation share: where the values of a tile lie, and the activations behind it.
+// What the kernels of normalisation share: where the values of a tile lie, and the derivatives of the activations.
 //
-// A tile is what one block, or the SLICES blocks that share it, reduces:
-//   NCHW           one channel of all images (BatchNorm) or of one (InstanceNorm): SEGMENTS rows of `spatial` values that
-//                  lie together; one statistic.
+// A tile is what one block, or the `splits` blocks that share it, reduces:
+//   NCHW           one channel of all images (BatchNorm) or of one (InstanceNorm): segments of `spatial` contiguous
+//   values;
+//                  one statistic.
 //   channels_last  LANES * VALUES channels of all pixels (BatchNorm), or of one image's (InstanceNorm): one statistic for
 //                  each channel.
-// An item is what one thread takes at a time: VALUES neighbours in memory, at most 16 bytes.
+// An item is what one thread loads at a time: VALUES neighbours in memory, at most 16 bytes.
 //
 // Constants: Element, Parameter (of weight, bias and running statistics), VALUES, THREADS, CHANNELS_LAST, ACTIVATION,
 // CLUSTER (blocks of a cluster, which share a tile; 1: none), STAGE, ADDS (a tensor is added before the activation).
@@ -15,48 +16,49 @@
 #include "common/raw.cuh"
 
 #if __CUDA_ARCH__ >= 900
-#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
-#define IN_CLUSTERS
+#define CLUSTER_DIMS
 static_assert(CLUSTER == 1, "clusters are of sm_90 and later");
 #endif
 
-/// ``together``: all of a tile in one launch, by a block or a cluster. Else a launch that reduces and one that applies.
-constexpr int TOGETHER = 0, REDUCE = 1, APPLY = 2;
-/// Items of a thread that are on their way at once.
+/// STAGE. FUSED: one launch, where a block or a cluster has a whole tile. Else one launch that reduces and one that
+/// applies.
+constexpr int FUSED = 0, REDUCE = 1, APPLY = 2;
+/// Items that a thread loads before it uses the first.
 constexpr int UNROLL = CHANNELS_LAST || VALUES >= 4 ? 4 : 8;
 constexpr int STATISTICS = CHANNELS_LAST ? VALUES : 1;
 
 using Item = Raw<VALUES>;
 
-/// Of tconv_swap/kernels/norm/shape.py, word for word.
+/// The struct argument, in the order of Tiling.struct_words of tconv_swap/kernels/norm/shape.py.
 struct Shape {
   int channels, spatial, items;
-  int segment;               // NCHW: items of a segment, and how to divide by it
+  int segment;               // NCHW: items of a segment, and the magic number that divides by it
   unsigned magic;
   int shift;
-  int segments_stride;       // NCHW: from one segment to the next, in units of `spatial`
+  int segments_stride;       // NCHW: from one segment to the next, in multiples of `spatial`
   int channel_tiles, lane_bits;  // channels_last
-  int slices, slice;         // blocks that share a tile, and how many items each takes
+  int splits, split_items;   // blocks that share a tile, and how many items each has
   int cached;                // items of each thread that stay in shared memory
-  int partials, partial;     // what the launch before left: slices, and how many items each took
+  int partials, partial_items;  // partial sums that the launch before left, and how many items each is of
   int groups;                // statistics of the tensor: channels, or images times channels
-  int trains;                // whether the statistics are the batch's
-  int counts;                // whether num_batches_tracked goes up, or else is up already and gives the momentum (-1)
+  int trains;                // the statistics are the batch's, not the running ones
+  int counts;                // 1: num_batches_tracked goes up; -1: it is up already, and its inverse is the momentum
   float count, eps, momentum, slope;
 };
 
 /// Which part of which tile a block has.
 struct Tile {
-  int index, slice, first, step, end;
+  int index, split, first, step, end;
   int lanes, lane, statistic, parameter;
   bool inside;
   long long base;
 
   __device__ __forceinline__ Tile(const Shape& s, unsigned block) {
-    index = static_cast<int>(block / (unsigned)s.slices), slice = static_cast<int>(block % (unsigned)s.slices);
-    const int begin = slice * s.slice;
-    end = min(s.items, begin + s.slice);
+    index = static_cast<int>(block / (unsigned)s.splits), split = static_cast<int>(block % (unsigned)s.splits);
+    const int begin = split * s.split_items;
+    end = min(s.items, begin + s.split_items);
     if constexpr (CHANNELS_LAST) {
       lanes = 1 << s.lane_bits, lane = threadIdx.x & (lanes - 1);
       const int set = index / s.channel_tiles;
@@ -81,11 +83,12 @@ struct Tile {
       return base + (long long)segment * s.segments_stride * s.spatial + (item - segment * s.segment) * VALUES;
     }
   }
-  /// How many items a slice of so many has.
-  __device__ __forceinline__ static int taken(const Shape& s, int slice, int each) {
-    return max(0, min(s.items - slice * each, each));
+  /// Items of a split, if each has at most `each`.
+  __device__ __forceinline__ static int items_of(const Shape& s, int split, int each) {
+    return max(0, min(s.items - split * each, each));
   }
-  /// Statistics of the tile, and which of them thread `t` of the first so many is for; less than 0: none.
+  /// How many statistics the tile has; and for which of all statistics thread `t` of the first `width` is (negative:
+  /// none).
   __device__ __forceinline__ int width() const { return CHANNELS_LAST ? lanes * VALUES : 1; }
   __device__ __forceinline__ int group(const Shape& s, int t) const {
     if constexpr (!CHANNELS_LAST) return index;
@@ -94,50 +97,50 @@ struct Tile {
   }
 };
 
-// ---- what stays in shared memory from the reduction to the last pass -------------------------------------------------
+// ---- items that stay in shared memory from the reduction to the last pass --------------------------------------------
 
-extern __shared__ uint4 kept_items[];
+extern __shared__ uint4 cached_items[];
 
-/// Item `k` of this thread: neighbours of a warp lie together.
-__device__ __forceinline__ unsigned kept_at(int k) {
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(kept_items));
+/// Address of item `k` of this thread: the items of neighbouring threads are neighbours.
+__device__ __forceinline__ unsigned cached_at(int k) {
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(cached_items));
   return base + (unsigned)(k * THREADS + threadIdx.x) * Item::BYTES;
 }
-__device__ __forceinline__ void keep(int k, const Item& item) {
+__device__ __forceinline__ void store_cached(int k, const Item& item) {
   if constexpr (Item::BYTES == 16)
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(kept_at(k)), "r"(item.words[0]), "r"(item.words[1]),
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(cached_at(k)), "r"(item.words[0]), "r"(item.words[1]),
                  "r"(item.words[2]), "r"(item.words[3])
                  : "memory");
   else if constexpr (Item::BYTES == 8)
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(kept_at(k)), "r"(item.words[0]), "r"(item.words[1]) : "memory");
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(cached_at(k)), "r"(item.words[0]), "r"(item.words[1]) : "memory");
   else if constexpr (Item::BYTES == 4)
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(kept_at(k)), "r"(item.words[0]) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(cached_at(k)), "r"(item.words[0]) : "memory");
   else
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(kept_at(k)), "h"((unsigned short)item.words[0]) : "memory");
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(cached_at(k)), "h"((unsigned short)item.words[0]) : "memory");
 }
-__device__ __forceinline__ void recall(int k, Item& item) {
+__device__ __forceinline__ void load_cached(int k, Item& item) {
   if constexpr (Item::BYTES == 16) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(item.words[0]), "=r"(item.words[1]), "=r"(item.words[2]), "=r"(item.words[3])
-                 : "r"(kept_at(k))
+                 : "r"(cached_at(k))
                  : "memory");
   } else if constexpr (Item::BYTES == 8) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(item.words[0]), "=r"(item.words[1]) : "r"(kept_at(k)) : "memory");
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(item.words[0]), "=r"(item.words[1]) : "r"(cached_at(k)) : "memory");
   } else if constexpr (Item::BYTES == 4) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(item.words[0]) : "r"(kept_at(k)) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(item.words[0]) : "r"(cached_at(k)) : "memory");
   } else {
     unsigned short word;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(kept_at(k)) : "memory");
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(cached_at(k)) : "memory");
     item.words[0] = word;
   }
 }
 
-// ---- derivatives of the activations by what they are given -----------------------------------------
+// ---- derivatives of the activations ------------------------------------------------------------------------------
 
 constexpr float ONE_OVER_SQRT_TWO_PI = 0.39894228040143268f;
 
-/// The gradient of what the activation was given, from that of what it gave.
-__device__ __forceinline__ float passed_back(float gradient, float u, float slope) {
+/// The gradient of the activation's input `u`, from that of its output.
+__device__ __forceinline__ float activation_gradient(float gradient, float u, float slope) {
   if constexpr (ACTIVATION == RELU) return u <= 0.f ? 0.f : gradient;
   if constexpr (ACTIVATION == LEAKY_RELU) return u > 0.f ? gradient : gradient * slope;
   if constexpr (ACTIVATION == RELU6) return u <= 0.f || u >= 6.f ? 0.f : gradient;
@@ -163,8 +166,8 @@ __device__ __forceinline__ float passed_back(float gradient, float u, float slop
   return gradient;
 }
 
-/// The same from what the activation gave, for those of which that tells it.
-__device__ __forceinline__ float passed_back_from(float z, float gradient) {
+/// The same from the activation's output `z`, for the activations whose derivative follows from it.
+__device__ __forceinline__ float activation_gradient_from_output(float z, float gradient) {
   static_assert(!ADDS || ACTIVATION == RELU || ACTIVATION == TANH || ACTIVATION == SIGMOID);
   if constexpr (ACTIVATION == RELU) return z <= 0.f ? 0.f : gradient;
   if constexpr (ACTIVATION == TANH) return gradient * (1.f - z * z);

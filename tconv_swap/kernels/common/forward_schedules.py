@@ -9,6 +9,7 @@ from dataclasses import replace
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import col2im_choice as forward_col2im_choice
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, has_stride_of_one_pixel
@@ -21,7 +22,7 @@ def max_narrow_schedules(problem: Problem, device: Device) -> int:
     if not forward_col2im.computes_some_size(problem, device):
         return MAX_SCHEDULES
     layer = replace(problem, geometry=of_any_size(problem.geometry))
-    return MAX_SCHEDULES - len(forward_col2im.schedules(layer, device))
+    return MAX_SCHEDULES - len(forward_col2im_choice.schedules(layer, device))
 
 
 def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:

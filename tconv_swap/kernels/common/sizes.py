@@ -104,7 +104,7 @@ def grad_weight_stride1_sizes(
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Returns the numbers of tiles along the images, the rows and the columns; a flat problem has all its tiles along
     the columns."""
-    batch, (rows, cols) = problem.geometry.batch, problem.cells
+    batch, (rows, cols) = problem.geometry.batch, problem.positions
     if problem.flat:
         return 1, 1, ceil_div(batch * rows * cols, tile.cols)
     return ceil_div(batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
@@ -138,7 +138,7 @@ def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
 
 def tile_count_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
     """Returns ``Sizes`` for these numbers of ``tiles`` along the images, the rows and the columns."""
-    return map_sizes(problem.geometry, problem.cells, tiles, splits)
+    return map_sizes(problem.geometry, problem.positions, tiles, splits)
 
 
 def map_sizes(

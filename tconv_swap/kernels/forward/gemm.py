@@ -1,4 +1,5 @@
-"""Plans of csrc/kernels/forward/gemm.cu: maps of one pixel, a product of two matrices as they lie."""
+"""Plans of csrc/kernels/forward/gemm.cu: maps of one pixel, whose forward pass is a product of two matrices in
+their own layouts."""
 
 from __future__ import annotations
 
@@ -29,21 +30,22 @@ from tconv_swap.runtime.program import (
 #: The values are shared with csrc/kernels/common/mma.cuh.
 _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 _TF32 = 0
-#: Of the channels of an image that a stage holds.
+#: The fewest and the most bytes of an image's channels that a stage holds.
 CHUNK_BYTES = (128, 256)
-MOST_STAGES = 4
-MOST_WARPS = 8
-#: With more the multiplies count, which wgmma does faster (measured: about equal at 256, slower at 512).
-MOST_IMAGES = 256
-#: Images that the tile of a layer is chosen for.
+MAX_STAGES = 4
+MAX_WARPS = 8
+#: With more images the multiplies take most of the time, and wgmma is faster (measured on an H200: about equal at 256
+#: images, slower at 512).
+MAX_IMAGES = 256
+#: The images for which the tile of a layer is chosen.
 NOMINAL_IMAGES = 128
-#: Images x outputs.
+#: Images times outputs of the largest tile that is not counted as large.
 MODERATE_TILE = 64 * 64
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block computes: images and outputs of each, by so many warps."""
+    """What a block computes: images and outputs of each image, by ``warps_m`` times ``warps_n`` warps."""
 
     images: int
     outputs: int
@@ -56,7 +58,7 @@ class Tile:
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernel computes the problem: one pixel, and copies that fit the tensors' rows."""
+    """Whether the kernel computes the problem: maps of one pixel, and rows that its copies fit."""
     geometry = problem.geometry
     if (geometry.height, geometry.width) != (1, 1) or geometry.batch == 0:
         return False
@@ -64,8 +66,8 @@ def claims(problem: Problem, device: Device) -> bool:
 
 
 def computes_some_size(problem: Problem, device: Device) -> bool:
-    """Whether ``plan_forward`` makes plans for some sizes of the layer, all by one kernel: where stride = kernel the
-    halo tile's kernels of other maps compute those of one pixel, too."""
+    """Whether ``plan_forward`` makes plans for some sizes of the layer, all with one kernel. Where stride = kernel, the
+    implicit GEMM's kernels for other maps compute maps of one pixel, too."""
     return has_stride_of_one_pixel(problem.geometry) and _claims_layer(problem, device)
 
 
@@ -87,7 +89,7 @@ def _outputs(geometry: Geometry) -> int:
 
 
 def _same_order(problem: Problem) -> bool:
-    """Whether the outputs of an image lie as the weight's do."""
+    """Whether the outputs of an image have the order of the weight's."""
     geometry = problem.geometry
     return problem.channels_last == problem.weight_channels_last or 1 in (
         geometry.taps,
@@ -100,19 +102,21 @@ def _precision(problem: Problem) -> int:
 
 
 def _chunk(problem: Problem) -> int:
-    """Channels of a chunk: those that make up the fewest, padded to whole multiplies, in chunks as small as may be."""
+    """Returns the channels of a chunk: those with the least padding to whole multiplies, and then the smallest
+    chunks."""
     channels, item = problem.geometry.in_channels, problem.dtype.itemsize
     step = 8 if _precision(problem) == _TF32 else 16
 
     def chunk(count: int) -> int:
         return round_up(ceil_div(channels, count), step)
 
-    least, most = (ceil_div(channels * item, size) for size in reversed(CHUNK_BYTES))
-    return chunk(min(range(least, most + 1), key=lambda count: (count * chunk(count), -count)))
+    fewest, most = (ceil_div(channels * item, size) for size in reversed(CHUNK_BYTES))
+    return chunk(min(range(fewest, most + 1), key=lambda count: (count * chunk(count), -count)))
 
 
 def shared_bytes(problem: Problem, tile: Tile) -> int:
-    """As csrc/kernels/forward/gemm.cu lays it out; it asserts that they agree."""
+    """Returns the bytes of shared memory of a block, as csrc/kernels/forward/gemm.cu lays it out; the kernel
+    asserts that both agree."""
     item, precision = problem.dtype.itemsize, _precision(problem)
     chunk = _chunk(problem)
     input_pitch = chunk * item + (32 if precision == _PRECISIONS[torch.float32] else 16)
@@ -121,7 +125,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
-    """The plan that computes the problem with this tile."""
+    """Returns the plan that computes the problem with this tile."""
     geometry, precision = problem.geometry, _precision(problem)
     outputs, shared = _outputs(geometry), shared_bytes(problem, tile)
     constants: tuple[tuple[str, Constant], ...] = (
@@ -157,17 +161,17 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """The plan with the best tile, or None where the kernel does not pay.
+    """Returns the plan with the best tile, or None where another kernel is expected to be faster.
 
     Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
     """
-    pays = problem.geometry.batch <= MOST_IMAGES and computes_some_size(problem, device)
+    pays = problem.geometry.batch <= MAX_IMAGES and computes_some_size(problem, device)
     plans = plan_candidates(problem, has_bias, device, count=1) if pays else []
     return plans[0] if plans else None
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """The layer's plan, whatever the batch is, then those that are expected to be the fastest: ``count`` in all."""
+    """Returns ``count`` plans: the layer's, whatever the batch is, then those that are expected to be the fastest."""
     if not claims(problem, device):
         return []
     tiles = [*rank(replace(problem, geometry=problem.geometry.with_batch(NOMINAL_IMAGES)), device)[:1]]
@@ -178,13 +182,14 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 @lru_cache(maxsize=1024)
 def rank(problem: Problem, device: Device) -> tuple[Tile, ...]:
-    """All tiles, the one that is expected to be the fastest first."""
+    """Returns all tiles, the one that is expected to be the fastest first."""
     return tuple(sorted(candidates(problem, device), key=lambda tile: _cost(problem, tile, device)))
 
 
 def _cost(problem: Problem, tile: Tile, device: Device) -> tuple[bool, bool, int, int]:
-    """As measured: more than one block for each multiprocessor, of a moderate size, that bring the least in all;
-    an image's float32 channels count twice, and longer rows of the weight are the better ones."""
+    """Returns what tiles are ordered by, as measured on an H200. Best are more than one block for each
+    multiprocessor, tiles of a moderate size, and those that load the fewest bytes, where an image's float32
+    channels count twice; of equals, longer rows of the weight."""
     geometry = problem.geometry
     blocks = ceil_div(geometry.batch, tile.images) * ceil_div(_outputs(geometry), tile.outputs)
     few, large = 2 * blocks < 3 * device.multiprocessors, tile.images * tile.outputs > MODERATE_TILE
@@ -192,9 +197,9 @@ def _cost(problem: Problem, tile: Tile, device: Device) -> tuple[bool, bool, int
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
-    """Every tile that fits the batch and the device."""
+    """Yields every tile that fits the batch and the device."""
     geometry = problem.geometry
-    stages = min(MOST_STAGES, ceil_div(geometry.in_channels, _chunk(problem)))
+    stages = min(MAX_STAGES, ceil_div(geometry.in_channels, _chunk(problem)))
     for images, outputs in product((16, 32, 64, 128), (32, 64, 128)):
         if images > 16 and images >= 2 * geometry.batch:
             continue
@@ -203,7 +208,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
             columns = outputs // 8 // warps_n
             tile = Tile(images, outputs, warps_m, warps_n, stages)
             fits = (
-                2 <= warps_m * warps_n <= MOST_WARPS
+                2 <= warps_m * warps_n <= MAX_WARPS
                 and shared_bytes(problem, tile) <= device.shared_memory_per_block
             )
             if columns in (2, 4) and fits:

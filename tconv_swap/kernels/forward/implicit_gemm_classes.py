@@ -1,8 +1,9 @@
-"""Which kernels of the halo tile a layer has, whatever its sizes: at most four schedules; and which of them computes
-one size. Pure functions of data.
+"""The schedules of the forward implicit GEMM that a layer has, at most four whatever its sizes, and which of them
+computes one size. Pure functions of data.
 
-A schedule is the tile that forward/implicit_gemm_choice.py takes for a size that stands for its class; a size takes
-the schedule that covers its map with the fewest cells too many. So a layer has no more kernels than schedules.
+A schedule is the tile that forward/implicit_gemm_choice.py chooses for the nominal size of its class. A size takes
+the schedule whose tiles cover its map with the fewest positions. A layer therefore has no more kernels than
+schedules.
 """
 
 from __future__ import annotations
@@ -15,39 +16,47 @@ from itertools import islice, zip_longest
 from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
-from tconv_swap.kernels.forward.implicit_gemm_choice import candidates, power_above
+from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
+from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, can_be_aligned
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Candidates that are remembered of each class, for tuning.
-MOST_CANDIDATES = 8
-#: Input channels times columns of the map that stands for large ones: layers of many channels see smaller maps. And its
-#: images, up to so many channels and beyond.
+#: How many candidates of each class tuning can measure.
+MAX_CANDIDATES = 8
+#: The nominal large map: its input channels times its columns, because layers of many channels see smaller maps; the
+#: bounds of its columns; its images up to MANY_CHANNELS channels and above.
 CHANNEL_COLUMNS = 32768
 LARGE_COLUMNS = (32, 512)
-LARGE_IMAGES, MOST_CHANNELS = (16, 8), 256
+LARGE_IMAGES, MANY_CHANNELS = (16, 8), 256
 #: Columns of the large map that many networks have, whatever their channels are.
 USUAL_COLUMNS = 128
-#: Input channels times images of small maps, and those images.
+#: The nominal small map: its input channels times its images, and the bounds of its images.
 CHANNEL_IMAGES = 65536
 SMALL_IMAGES = (32, 128)
-#: So many where those would leave the warpgroup's multiply idle.
+#: Images of the nominal small map where fewer images would not be multiplied by wgmma.
 MANY_IMAGES = 2048
-#: Columns of a row of cells that whole rows of them divide (ROW_FRAGMENTS, 7 of them), where images follow each other.
-WHOLE_ROW_CELLS = 56
-#: Of an image: a tile takes several images only where an offset from the first to the last is below 2^31.
+#: Positions of a warp's whole rows in a flat problem: 7 fragments of 8 (the last of ROW_FRAGMENTS). The columns of a
+#: map have to divide this number.
+WHOLE_ROW_POSITIONS = 56
+#: The most bytes of an image where a tile takes more than two images: an offset within them has to stay below 2^31.
 MANY_IMAGES_BYTES = 1 << 24
-#: By what the cells of a tile count for more: those of other large maps, and of small ones, whose halo is larger.
+#: How much more a position costs in the schedules for other large maps, and for small maps, whose halo is relatively
+#: larger, than in the first schedule (measured on an H200).
 HANDICAP_LARGE, HANDICAP_SMALL = 1.05, 1.15
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one kernel computes. ``problem``: of the size that stands for the class. ``whole_rows``: rows of cells must
-    divide ``WHOLE_ROW_CELLS``. ``few``: for sizes that leave multiprocessors idle otherwise. ``handicap``: what a cell
-    of it costs, compared with the first schedule's."""
+    """What one kernel computes.
+
+    Attributes:
+        problem: the layer with the nominal size of the class.
+        whole_rows: whether the columns of a map have to divide ``WHOLE_ROW_POSITIONS``.
+        few: whether it is meant for sizes that leave multiprocessors idle with the other schedules.
+        handicap: what a position costs, relative to the first schedule.
+    """
 
     problem: TileProblem
     tile: Tile
@@ -55,104 +64,109 @@ class Schedule:
     few: bool = False
     handicap: float = 1.0
 
-    def posed(self, problem: TileProblem) -> TileProblem:
-        """A problem of this layer, of any size, as this kernel sees it."""
+    def adapted(self, problem: TileProblem) -> TileProblem:
+        """Returns a problem of this layer, of any size, as this kernel sees it."""
         return replace(self.problem, geometry=problem.geometry)
 
     def legal(self, problem: TileProblem) -> bool:
         """Whether the kernel is right for this size."""
-        geometry, posed, tile = problem.geometry, self.problem, self.tile
+        geometry, nominal, tile = problem.geometry, self.problem, self.tile
         image = geometry.in_channels * geometry.height * geometry.width * problem.item
-        if posed.arranged and geometry.batch * image > MAX_COPY_BYTES:
+        if nominal.nhwc_copy and geometry.batch * image > MAX_COPY_BYTES:
             return False
-        if posed.aligned and not can_be_aligned(self.posed(problem)):
+        if nominal.aligned and not can_be_aligned(self.adapted(problem)):
             return False
-        if posed.flat:
-            if (tile.pixel_boxes or tile.raw_stages) and geometry.height * geometry.width % tile.cols:
+        if nominal.flat:
+            if (tile.pixel_major or tile.nchw_stages) and geometry.height * geometry.width % tile.cols:
                 return False
-            return not self.whole_rows or (WHOLE_ROW_CELLS % geometry.width == 0 and geometry.width % 2 == 0)
+            return not self.whole_rows or (
+                WHOLE_ROW_POSITIONS % geometry.width == 0 and geometry.width % 2 == 0
+            )
         if tile.images > 2 and image > MANY_IMAGES_BYTES:
             return False
-        return not (tile.wgmma and tile.cols < 8) or self.posed(problem).cells[1] <= tile.cols
+        return not (tile.wgmma and tile.cols < 8) or self.adapted(problem).positions[1] <= tile.cols
 
-    def multiplied(self, problem: TileProblem) -> float:
-        """Cells that the tiles of this size have, the empty ones too, counted in those of the first schedule."""
-        posed, tile = self.posed(problem), self.tile
-        batch, (rows, cols) = problem.geometry.batch, posed.cells
-        if posed.flat:
-            return self.handicap * round_up(batch * rows * cols, tile.cols) * posed.stack
-        cells = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
-        return self.handicap * cells * posed.stack
+    def multiplied_positions(self, problem: TileProblem) -> float:
+        """Returns the positions of all tiles of this size, empty ones included, times the handicap."""
+        adapted, tile = self.adapted(problem), self.tile
+        batch, (rows, cols) = problem.geometry.batch, adapted.positions
+        if adapted.flat:
+            return self.handicap * round_up(batch * rows * cols, tile.cols) * adapted.stack
+        positions = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
+        return self.handicap * positions * adapted.stack
 
 
 def ranked(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Tiles for this very size, the one expected to be the fastest first: those for inputs as they are given and those
-    of forward/implicit_gemm_tma.cu for NCHW in turn, the better kind first."""
-    boxes = list(forward_nchw.candidates(problem, device))
-    ways: list[Iterable[tuple[TileProblem, Tile]]] = [candidates(problem, device), boxes]
-    if boxes and forward_nchw.pays(*boxes[0]):
-        ways.reverse()
-    return (entry for entries in zip_longest(*ways) for entry in entries if entry is not None)
+    """Returns tiles for exactly this size, the one that is expected to be the fastest first. Those of
+    forward/implicit_gemm_choice.py and those of forward/implicit_gemm_nchw.py alternate, the better kind first."""
+    of_nchw = list(forward_nchw.candidates(problem, device))
+    kinds: list[Iterable[tuple[TileProblem, Tile]]] = [candidates(problem, device), of_nchw]
+    if of_nchw and forward_nchw.pays(*of_nchw[0]):
+        kinds.reverse()
+    return (entry for entries in zip_longest(*kinds) for entry in entries if entry is not None)
 
 
 def choose(problem: TileProblem, device: Device, count: int = 1) -> list[tuple[TileProblem, Tile]]:
-    """At most ``count`` tiles for this size out of the layer's classes, the one expected to be the fastest first."""
+    """Returns at most ``count`` tiles for this size, from the schedules of the layer, the one that is expected to
+    be the fastest first."""
     legal = [one for one in schedules(of_any_size(problem), device) if one[0].legal(problem)]
     if not legal:
-        legal = list(_of_huge_inputs(of_any_size(problem), device))
+        legal = list(_schedules_for_huge_inputs(of_any_size(problem), device))
     if not legal:
         return []
-    # What is for some sizes alone is the faster there.
+    # A schedule that is legal only for some sizes is faster for those.
     legal.sort(key=lambda one: not (one[0].problem.aligned or one[0].whole_rows))
-    whole = [one for one in legal if not one[0].few] or legal
-    best = min(whole, key=lambda one: one[0].multiplied(problem))
+    many = [one for one in legal if not one[0].few] or legal
+    best = min(many, key=lambda one: one[0].multiplied_positions(problem))
     few = [one for one in legal if one[0].few]
-    if few and 4 * block_count(best[0].posed(problem), best[0].tile) < 3 * device.multiprocessors:
+    if few and 4 * block_count(best[0].adapted(problem), best[0].tile) < 3 * device.multiprocessors:
         best = few[0]
     found = [best[0], *(one for one in best[1] if one.legal(problem) and one != best[0])]
     return [_for_size(one, problem, device) for one in found[:count]]
 
 
 def of_any_size(problem: TileProblem) -> TileProblem:
-    """The same for all sizes of a layer, but that maps of one pixel may have another stride (make_problem)."""
+    """Returns a problem that is the same for all sizes of a layer, except that maps of one pixel have one of their own,
+    because their stride may differ (``make_problem``)."""
     side = 1 if problem.one_pixel else 64
     return replace(problem, geometry=replace(problem.geometry, batch=1, height=side, width=side))
 
 
 def _for_size(schedule: Schedule, problem: TileProblem, device: Device) -> tuple[TileProblem, Tile]:
-    posed, tile = schedule.posed(problem), schedule.tile
+    """Returns the problem as the schedule's kernel sees it, and the tile with the splits that suit the size."""
+    adapted, tile = schedule.adapted(problem), schedule.tile
     if tile.splits > 1:
-        splits, chunks = 2, ceil_div(posed.words, tile.chunk_words)
+        splits, chunks = 2, ceil_div(adapted.words, tile.chunk_words)
         room = device.multiprocessors * tile.blocks_per_multiprocessor
-        blocks = block_count(posed, replace(tile, splits=1))
+        blocks = block_count(adapted, replace(tile, splits=1))
         while splits < 8 and 2 * splits * blocks <= room and chunks >= 16 * splits:
             splits *= 2
         tile = replace(tile, splits=splits)
-    return posed, tile
+    return adapted, tile
 
 
-#: A class's first schedule, and the others of its size that were nearly as good.
+#: The best schedule of a class, and the other candidates for its nominal size.
 Ranked = tuple[Schedule, tuple[Schedule, ...]]
 
 
 @lru_cache(maxsize=1024)
 def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
-    """The kernels of a layer (``of_any_size``), the one that computes any size first."""
+    """Returns the schedules of ``layer``, which ``of_any_size`` made; the first computes every size."""
     if layer.one_pixel:
         one = _best(layer, _sized(layer, 4096, 1, 1), device)
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
-    most = (
+    limit = (
         share_of_stride_one(layer, device)
         if layer.of_grad_input
         else max_implicit_gemm_schedules(layer, device)
     )
     for make in _classes(layer):
-        if len(found) == most:
+        if len(found) == limit:
             break
         one = make(device)
         if one is None or (
-            one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_boxes
+            one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_major
         ):
             continue
         found.setdefault((replace(one[0].problem, geometry=layer.geometry), one[0].tile), one)
@@ -160,21 +174,22 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
 
 
 def _copies(found: Iterable[Ranked]) -> bool:
-    """Whether the first kernel reads a copy of the input, for which no size is better than another."""
-    return any(one.problem.arranged for one, _ in islice(found, 1))
+    """Whether the first schedule reads a copy of the input, for which alignment makes no difference."""
+    return any(one.problem.nhwc_copy for one, _ in islice(found, 1))
 
 
+#: Makes the schedules of a class for a device; None where no kernel computes its nominal size.
 Make = Callable[[Device], "Ranked | None"]
 
 
 def _classes(layer: TileProblem) -> Iterator[Make]:
-    """One after another, those first that any layer needs."""
+    """Yields the classes of a layer's sizes, the most important first."""
     geometry = layer.geometry
-    least, most = LARGE_COLUMNS
+    min_columns, max_columns = LARGE_COLUMNS
     channels = geometry.in_channels_per_group
-    columns = min(most, max(least, power_above(ceil_div(CHANNEL_COLUMNS + 1, channels)) // 2))
-    images = LARGE_IMAGES[channels > MOST_CHANNELS]
-    boxed = layer.input_channels_last
+    columns = min(max_columns, max(min_columns, power_above(ceil_div(CHANNEL_COLUMNS + 1, channels)) // 2))
+    images = LARGE_IMAGES[channels > MANY_CHANNELS]
+    channels_last = layer.input_channels_last
 
     def made(batch: int, height: int, width: int, handicap: float = 1.0, aligned: bool = False) -> Make:
         def make(device: Device) -> Ranked | None:
@@ -185,10 +200,10 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
 
         return make
 
-    def small(cells: int) -> Make:
-        height, width = _map_of(layer, cells)
-        fewest, most_images = SMALL_IMAGES
-        batch = min(most_images, max(fewest, CHANNEL_IMAGES // channels))
+    def small(positions: int) -> Make:
+        height, width = _map_of(layer, positions)
+        min_images, max_images = SMALL_IMAGES
+        batch = min(max_images, max(min_images, CHANNEL_IMAGES // channels))
 
         def make(device: Device) -> Ranked | None:
             found = made(batch, height, width, HANDICAP_SMALL)(device)
@@ -207,27 +222,27 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
     if layer.flat:
         yield made(images, columns, columns)
         yield few(16, 16)
-        if not boxed:
+        if not channels_last:
             yield made(images, columns, columns, aligned=True)
             if max(geometry.stride) == 2:
                 yield made(2048, 14, 14)
         return
     if geometry.kernel[0] == geometry.stride[0] == 1:
-        # What a layer of one dimension is made of, whose maps have one row.
+        # A layer of one dimension is called with maps of one row.
         yield made(8, 1, 512)
         yield few(1, 64)
-        if not boxed:
+        if not channels_last:
             yield made(8, 1, 512, aligned=True)
         yield made(images, columns, columns, HANDICAP_LARGE)
         return
     yield made(images, columns, columns)
     yield few(16, 16)
-    if not boxed:
-        side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(least, columns // 4)
+    if not channels_last:
+        side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
         yield made(images, side, side, aligned=True)
     elif max(geometry.stride) == 1:
         yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
-    if layer.precision != "IEEE" or channels <= MOST_CHANNELS:
+    if layer.precision != "IEEE" or channels <= MANY_CHANNELS:
         yield small(8)
     yield small(4)
 
@@ -237,22 +252,23 @@ def _sized(layer: TileProblem, batch: int, height: int, width: int, aligned: boo
     return replace(layer, geometry=geometry, aligned=aligned)
 
 
-def _map_of(layer: TileProblem, cells: int) -> tuple[int, int]:
-    """The largest map of so many cells along each axis, or the smallest of more."""
+def _map_of(layer: TileProblem, positions: int) -> tuple[int, int]:
+    """Returns the height and width of the largest map of at most so many positions along each axis, or twice that
+    number where there is none."""
     found = []
     for axis in (0, 1):
         sizes = {
-            size: replace(layer, geometry=replace(layer.geometry, height=size, width=size)).cells[axis]
-            for size in range(1, 2 * cells + 1)
+            size: replace(layer, geometry=replace(layer.geometry, height=size, width=size)).positions[axis]
+            for size in range(1, 2 * positions + 1)
         }
-        fitting = [size for size, of_it in sizes.items() if 0 < of_it <= cells]
-        found.append(max(fitting, default=2 * cells))
+        fitting = [size for size, count in sizes.items() if 0 < count <= positions]
+        found.append(max(fitting, default=2 * positions))
     return found[0], found[1]
 
 
 def _best(layer: TileProblem, sized: TileProblem, device: Device) -> Ranked | None:
-    """The best of the candidates for a size that stands for its class, and the others."""
-    tiles = list(islice(dict.fromkeys(ranked(sized, device)), MOST_CANDIDATES))
+    """Returns the best of the candidates for a nominal size, and the others; None where there is none."""
+    tiles = list(islice(dict.fromkeys(ranked(sized, device)), MAX_CANDIDATES))
     made = tuple(Schedule(problem, tile, _in_whole_rows(problem, tile)) for problem, tile in tiles)
     return (made[0], made[1:]) if made else None
 
@@ -262,8 +278,9 @@ def _in_whole_rows(problem: TileProblem, tile: Tile) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _of_huge_inputs(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
-    """Of layers whose kernels all read a copy of the input, where that would be too large (``MAX_COPY_BYTES``)."""
+def _schedules_for_huge_inputs(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
+    """Returns a schedule without a copy of the input, for sizes whose copy would be too large
+    (``MAX_COPY_BYTES``)."""
     sized = _sized(layer, 8, 256, 256)
     tiles = list(islice(candidates(sized, device), 1))
     return tuple((Schedule(problem, tile), ()) for problem, tile in tiles)

@@ -1,5 +1,9 @@
-"""What csrc/kernels/forward_{tile,wgmma,turned,boxes}.cu compute with one tile (the memory:
-forward/implicit_gemm_memory.py)."""
+"""The tile that a block of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu computes, and the transposed
+convolution as these kernels see it; forward/implicit_gemm_memory.py has the memory that a tile takes.
+
+The output is a grid of positions. A position stands for STRIDE_H x STRIDE_W outputs, one of each phase, which read the
+same inputs apart from the shift of each tap.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,18 @@ import torch
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.runtime.integers import ceil_div
 
-#: Pixels that images with ``aligned`` are multiples of, if they are flat.
+#: The pixels of an ``aligned`` image of a flat problem are a multiple of this number.
 ALIGNED_PIXELS = 128
-#: Of a kernel that makes an image of one pixel.
+#: The smallest kernel size of a layer that is expected to see maps of one pixel.
 LARGE_KERNEL = 4
-#: Threads of grad_input/implicit_gemm_wgmma.cu that bring the input.
-FILL_THREADS = 128
+#: Threads of grad_input/implicit_gemm_wgmma.cu that load the input.
+PRODUCER_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one block computes, in the terms of forward/implicit_gemm_layout.cuh. Fragments are 16 channels x 8
-    cells."""
+    """The tile that one block computes, in the terms of forward/implicit_gemm_layout.cuh. A fragment is 16 channels x 8
+    positions."""
 
     warps_m: int
     warp_m_tiles: int
@@ -36,39 +40,43 @@ class Tile:
     stages: int
     blocks_per_multiprocessor: int
     splits: int = 1
-    #: Multiplied by wgmma (sm_90a), by forward/implicit_gemm_wgmma.cu from planes of 16 bytes of k, rather than by
-    #: forward/implicit_gemm_mma.cu.
+    #: Whether wgmma (sm_90a) multiplies, in forward/implicit_gemm_wgmma.cu from planes of 16 bytes of k, and not
+    #: mma.sync in forward/implicit_gemm_mma.cu.
     wgmma: bool = False
-    #: The input comes by boxes of the copy engine (wgmma, channels_last): forward/implicit_gemm_tma.cu.
-    boxes: bool = False
-    #: The weights of all channels lie in shared memory while a block works (boxes).
-    weights_stay: bool = False
-    #: Outputs leave in whole lines (boxes, 16 bits, channels_last), where ``stores_lines`` allows it.
+    #: Whether the copy engine (TMA) loads an input in channels_last (with wgmma): forward/implicit_gemm_tma.cu.
+    tma: bool = False
+    #: Whether the weights of all chunks stay in shared memory while a block computes its tiles (with tma).
+    resident_weights: bool = False
+    #: Whether outputs are stored in whole lines of 128 bytes (with tma, 16 bits, channels_last), where
+    #: ``stores_lines`` allows it.
     whole_lines: bool = False
-    #: The weights come by boxes too, as they lie: nothing is packed (boxes, 16 bits, channels_last weights).
-    weight_boxes: bool = False
-    #: Boxes bring an NCHW input as it lies, 64 pixels of a channel in a row, and the multiplier reads it across k
-    #: (boxes, 16 bits, flat).
-    pixel_boxes: bool = False
-    #: Taps, of each step of k, that the second warpgroup of two begins a tile after the first, or 0 (boxes).
+    #: Whether the copy engine loads the weights, too, in their own layout, so that nothing is packed (with tma, 16
+    #: bits, channels_last weights).
+    tma_weights: bool = False
+    #: Whether the copy engine loads an NCHW input in its own layout, 64 pixels of a channel in a row, which the
+    #: multiplier reads as a pixel-major operand (with tma, 16 bits, flat).
+    pixel_major: bool = False
+    #: How many taps, of each step of k, the second warpgroup of two begins a tile after the first; 0: together (with
+    #: tma).
     stagger: int = 0
-    #: Chunks of an NCHW input that boxes bring as they lie, for the filling warps to turn (wgmma):
-    #: forward/implicit_gemm_tma_nchw.cu.
-    raw_stages: int = 0
-    #: Warps that bring the input (wgmma).
-    fill_warps: int = 4
-    #: Bytes of each warp's part of the outputs, before they leave in whole rows (wgmma).
-    part_bytes: int = 4096
-    #: Channels of such a part, 8 or 16 (wgmma): of fewer it has longer rows.
-    part_channels: int = 8
-    #: NCHW outputs leave in runs as long as can be, that begin where sectors of memory do (boxes, whole rows of cells).
+    #: Stages of an NCHW input in its own layout, which the copy engine loads and producer warps transpose (with
+    #: wgmma): forward/implicit_gemm_tma_nchw.cu.
+    nchw_stages: int = 0
+    #: Warps that load the input (with wgmma).
+    producer_warps: int = 4
+    #: Bytes of shared memory in which each warp collects a subtile of its outputs, to store whole rows (with wgmma).
+    subtile_bytes: int = 4096
+    #: Channels of such a subtile, 8 or 16 (with wgmma): with fewer channels its rows are longer.
+    subtile_channels: int = 8
+    #: Whether NCHW outputs are stored in segments as long as possible, which begin where sectors of memory begin
+    #: (with tma and whole rows of positions).
     by_rows: bool = False
-    #: Of ``warps_m``, those that are one warp (grad_input/implicit_gemm_wgmma.cu): it keeps the sums of each.
+    #: How many of ``warps_m`` are one warp (grad_input/implicit_gemm_wgmma.cu), which keeps the sums of each.
     m_parts: int = 1
 
     @property
     def fragment(self) -> tuple[int, int, int]:
-        """Images, rows and columns of cells of one fragment."""
+        """The images, rows and columns of positions of one fragment."""
         cols = min(8, self.cols)
         rows = min(8 // cols, self.rows)
         return 8 // (cols * rows), rows, cols
@@ -85,8 +93,10 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        """Those that multiply, and with wgmma those that fill."""
-        return 32 * self.warps_m * self.warps_n // self.m_parts + (32 * self.fill_warps if self.wgmma else 0)
+        """The threads of a block: consumers, and with wgmma producers."""
+        return 32 * self.warps_m * self.warps_n // self.m_parts + (
+            32 * self.producer_warps if self.wgmma else 0
+        )
 
     @property
     def block_m(self) -> int:
@@ -94,18 +104,18 @@ class Tile:
 
     @property
     def warp_fragments(self) -> int:
-        """Fragments of one phase that a warp keeps the sums of."""
+        """The fragments of one phase whose sums a warp keeps."""
         return self.warp_m_tiles * self.warp_images * self.warp_rows * self.warp_cols
 
     def __str__(self) -> str:
-        text = f"{self.block_m} x {self.images}x{self.rows}x{self.cols} cells, {self.threads // 32} warps"
+        text = f"{self.block_m} x {self.images}x{self.rows}x{self.cols} positions, {self.threads // 32} warps"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class TileProblem:
-    """A transposed convolution as the kernel sees it. ``geometry`` may differ from the caller's in the stride
-    of an axis whose input is one pixel: nothing depends on it, and stride = kernel makes every tap a phase."""
+    """A transposed convolution as the kernel sees it. The stride in ``geometry`` may differ from the caller's where the
+    input has one pixel: the result does not depend on it, and with stride = kernel each tap is a phase."""
 
     geometry: Geometry
     dtype: torch.dtype
@@ -114,19 +124,22 @@ class TileProblem:
     output_channels_last: bool
     weight_channels_last: bool
     has_bias: bool
-    #: Output rows of a cell that are stacked into the rows of a multiply (few channels;
+    #: How many output rows of a position are stacked into the rows of a multiply (for few channels;
     #: forward/implicit_gemm_taps.cuh), or 1.
     stack: int = 1
-    #: Phases that one block computes, where not as many as ``phases`` would say: of fewer it has more cells.
+    #: The phases that one block computes, if not those of ``phases``: with fewer phases a block has more positions.
     block_phases: Pair | None = None
-    #: Computes a gradient of an input: the weight is read with channels exchanged and taps backwards.
+    #: Whether this computes the gradient of an input: the weight is read with its channels exchanged and its taps
+    #: reversed.
     of_grad_input: bool = False
-    #: ``input_channels_last`` is a copy in the workspace, which a launch of its own makes of an NCHW input.
-    arranged: bool = False
-    #: Rows of an NCHW input are known to be whole pieces of 16 bytes; with ``flat``, images to be whole tiles of at
-    #: most 128 cells, and rows to have an even number of them.
+    #: Whether the kernel reads a channels_last copy in the workspace, which a launch of its own makes of an NCHW
+    #: input.
+    nhwc_copy: bool = False
+    #: Whether the bytes of a row of an NCHW input are known to be a multiple of 16; with ``flat``, whether images are
+    #: known to be whole tiles of at most 128 positions, and their rows to have an even number of positions.
     aligned: bool = False
-    #: A map of one pixel with another stride than the layer's, for which the rest of the layer's sizes say nothing.
+    #: Whether the map has one pixel and another stride than the layer's. The other sizes of the layer have other
+    #: kernels.
     one_pixel: bool = False
 
     @property
@@ -139,12 +152,12 @@ class TileProblem:
 
     @property
     def words(self) -> int:
-        """Words of k of one group: input channels, or pairs of them."""
+        """The 32-bit words of k of one group: each holds an input channel, or two of 16 bits."""
         return ceil_div(self.geometry.in_channels_per_group * self.item, 4)
 
     @property
     def phases(self) -> Pair:
-        """Phases that one block computes."""
+        """The rows and columns of phases that one block computes."""
         if self.block_phases is not None:
             return self.block_phases
         stride = self.geometry.stride
@@ -157,30 +170,33 @@ class TileProblem:
         return (1, 4)
 
     @property
-    def cells(self) -> Pair:
+    def positions(self) -> Pair:
+        """The rows and columns of positions of an image."""
         geometry = self.geometry
         rows = self.stack if self.stack > 1 else geometry.stride[0]
         return (ceil_div(geometry.out_height, rows), ceil_div(geometry.out_width, geometry.stride[1]))
 
     @property
     def row_multiple(self) -> int:
-        """What divides the elements of a row of an NCHW input (with ``flat``, of an image), whatever the size."""
+        """A number that divides the elements of a row of an NCHW input (with ``flat``, of an image), whatever the
+        size."""
         return 16 // self.item if self.aligned else 1
 
     @property
     def out_row_multiple(self) -> int:
-        """What divides the columns of the output, whatever the size: at most 16."""
+        """A number, at most 16, that divides the columns of the output, whatever the size."""
         geometry = self.geometry
         columns = 1 if not self.aligned else 2 if self.flat else self.row_multiple
         return gcd(geometry.out_width - geometry.stride[1] * geometry.width, geometry.stride[1] * columns, 16)
 
     @property
     def even_columns(self) -> bool:
-        """Whether cells that stand in a row (``flat``) are pairs of neighbours, whatever the size."""
+        """Whether the rows of a flat problem have an even number of positions, whatever the size."""
         return self.aligned
 
     @property
-    def cell_input_rows(self) -> int:
+    def position_input_rows(self) -> int:
+        """The input rows between a position and the position below."""
         return self.stack // self.geometry.stride[0] if self.stack > 1 else 1
 
     def block_channels(self, tile: Tile) -> int:
@@ -188,7 +204,8 @@ class TileProblem:
 
     @property
     def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Least and greatest distance from a cell to the input pixel that a tap reads, of each axis."""
+        """The smallest and the largest distance from a position to the input pixel that a tap reads, along each
+        axis."""
         bounds = []
         for axis in (0, 1):
             kernel, stride = self.geometry.kernel[axis], self.geometry.stride[axis]
@@ -208,14 +225,15 @@ class TileProblem:
 
     @property
     def flat(self) -> bool:
-        """No tap is shifted and no cell is cut: all cells of all images can stand in one row."""
-        geometry, (cells_h, cells_w) = self.geometry, self.cells
+        """Whether no tap is shifted and no position is cut, so that the positions of all images can form one row."""
+        geometry, (positions_h, positions_w) = self.geometry, self.positions
         rows = self.stack if self.stack > 1 else geometry.stride[0]
+        covered = (positions_h * rows, positions_w * geometry.stride[1])
         return (
-            self.cell_input_rows == 1
+            self.position_input_rows == 1
             and self.shifts == ((0, 0), (0, 0))
-            and (cells_h, cells_w) == (geometry.height, geometry.width)
-            and (cells_h * rows, cells_w * geometry.stride[1]) == (geometry.out_height, geometry.out_width)
+            and (positions_h, positions_w) == (geometry.height, geometry.width)
+            and covered == (geometry.out_height, geometry.out_width)
         )
 
 
@@ -227,6 +245,7 @@ def make_problem(
     weight_channels_last: bool,
     has_bias: bool,
 ) -> TileProblem:
+    """Returns a call's forward pass as the kernel sees it; ``math`` is "tf32" or "ieee"."""
     one_pixel = geometry.height == geometry.width == 1 and has_stride_of_one_pixel(geometry)
     stride = geometry.kernel if one_pixel else geometry.stride
     precision = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(
@@ -245,7 +264,7 @@ def make_problem(
 
 
 def can_be_aligned(problem: TileProblem) -> bool:
-    """Whether ``aligned`` is true of this size."""
+    """Whether ``aligned`` holds for this size."""
     width, pixels = problem.geometry.width, problem.geometry.height * problem.geometry.width
     if problem.flat:
         return width % 2 == 0 and pixels % ALIGNED_PIXELS == 0
@@ -253,20 +272,21 @@ def can_be_aligned(problem: TileProblem) -> bool:
 
 
 def has_stride_of_one_pixel(geometry: Geometry) -> bool:
-    """Whether nothing depends on the stride where a map is one pixel, and stride = kernel is another; of layers that
-    may be the first of a generator, by their kernel or because they add channels: others see no such maps."""
+    """Whether a map of one pixel may be computed with stride = kernel in place of the layer's own stride. It holds only
+    for layers that may be the first of a generator, by their large kernel or because they add channels: no other layers
+    are expected to see such maps."""
     plain = (geometry.padding, geometry.output_padding, geometry.dilation) == ((0, 0), (0, 0), (1, 1))
     begins = min(geometry.kernel) >= LARGE_KERNEL or geometry.out_channels > geometry.in_channels
     return plain and geometry.kernel != geometry.stride and begins
 
 
 def group_taps(problem: TileProblem) -> list[int]:
-    """Taps of each phase group."""
+    """Returns the number of taps of each phase group."""
     counts = []
     for axis in (0, 1):
         if axis == 0 and problem.stack > 1:
-            least, most = problem.shifts[0]
-            counts.append([most - least + 1])
+            min_shift, max_shift = problem.shifts[0]
+            counts.append([max_shift - min_shift + 1])
             continue
         kernel, stride = problem.geometry.kernel[axis], problem.geometry.stride[axis]
         padding, dilation = problem.geometry.padding[axis], problem.geometry.dilation[axis]
@@ -278,8 +298,8 @@ def group_taps(problem: TileProblem) -> list[int]:
     return [rows * cols for rows in counts[0] for cols in counts[1]]
 
 
-def weights_come_by_boxes(problem: TileProblem) -> bool:
-    """Whether forward/implicit_gemm_tma.cu can read the weight as it lies."""
+def supports_tma_weights(problem: TileProblem) -> bool:
+    """Whether forward/implicit_gemm_tma.cu can load the weight in its own layout."""
     return (
         problem.item == 2
         and problem.weight_channels_last
@@ -290,14 +310,15 @@ def weights_come_by_boxes(problem: TileProblem) -> bool:
 
 
 def block_count(problem: TileProblem, tile: Tile) -> int:
-    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
+    """Returns the number of work tiles of the problem, those of all channels, groups, phases and splits."""
+    geometry, (positions_h, positions_w) = problem.geometry, problem.positions
     if problem.flat:
-        tiles = ceil_div(geometry.batch * cells_h * cells_w, tile.cols)
+        tiles = ceil_div(geometry.batch * positions_h * positions_w, tile.cols)
     else:
         tiles = (
             ceil_div(geometry.batch, tile.images)
-            * ceil_div(cells_h, tile.rows)
-            * ceil_div(cells_w, tile.cols)
+            * ceil_div(positions_h, tile.rows)
+            * ceil_div(positions_w, tile.cols)
         )
     m_blocks = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
     return tiles * m_blocks * geometry.groups * len(group_taps(problem)) * tile.splits

@@ -1,6 +1,6 @@
-"""Which tiles of csrc/kernels/forward/implicit_gemm_tma.cu are worth trying for NCHW, the best first, and where they
-are expected
-to be faster than the kernels whose threads bring NCHW (docs/kernels/tile_nchw.md). Pure functions of data."""
+"""Tiles of csrc/kernels/forward/implicit_gemm_tma.cu for NCHW inputs, the best first, and where they are expected to
+be faster than the kernels whose threads load NCHW (docs/kernels/forward/implicit_gemm_wgmma.md). Pure functions of
+data."""
 
 from __future__ import annotations
 
@@ -8,54 +8,57 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
-from tconv_swap.kernels.forward.implicit_gemm_choice import box_tiles
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
+from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
 from tconv_swap.kernels.problem import Device
 
-#: Such a copy costs its bytes twice. It pays at strides above 1 where several blocks of output channels would read the
-#: input anyhow, and an element of it has so many products: few where tiles are whole rows or no tap is shifted, else
-#: more, and twice as many in 16 bits, where they take half of the time.
-LEAST_OUT_CHANNELS = 128
-LEAST_PRODUCTS = 1024
-LEAST_PRODUCTS_SHIFTED = 2048
+#: A channels_last copy of the input is written and read once more. It pays at strides above 1 from so many output
+#: channels of a group on, with which several blocks read the input anyhow, and from so many products of an input
+#: element on: the first number where tiles are whole rows or no tap is shifted; elsewhere the second, and twice that
+#: for 16 bits, whose products take half of the time (measured on an H200).
+MIN_OUT_CHANNELS = 128
+MIN_PRODUCTS = 1024
+MIN_PRODUCTS_SHIFTED = 2048
 
 
 def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Tiles for a problem in NCHW: first from the input as it lies, then by way of a copy in channels_last."""
+    """Yields tiles for an NCHW problem: first those that load the input in its own layout, then those that load a
+    channels_last copy."""
     if device.architecture != "sm_90a" or problem.precision == "IEEE" or problem.input_channels_last:
         return
     if problem.item == 2 and problem.flat:
-        for posed, tile in box_tiles(problem, device):
-            if takes_pixels(posed, tile):
-                yield posed, replace(tile, pixel_boxes=True)
+        for posed, tile in tma_tiles(problem, device):
+            if supports_pixel_major(posed, tile):
+                yield posed, replace(tile, pixel_major=True)
     geometry = problem.geometry
     if (
         geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item
         > MAX_COPY_BYTES
     ):
         return
-    arranged = replace(problem, input_channels_last=True, arranged=True, aligned=False)
-    yield from box_tiles(arranged, device)
+    copied = replace(problem, input_channels_last=True, nhwc_copy=True, aligned=False)
+    yield from tma_tiles(copied, device)
 
 
 def pays(problem: TileProblem, tile: Tile) -> bool:
     """Whether the first of ``candidates`` is expected to be the fastest of all tiles."""
-    # Threads bring maps of a few columns to mma.sync alone.
+    # For maps of a few columns, threads load the input only for mma.sync.
     if not problem.flat and tile.cols < 8:
         return True
-    if tile.pixel_boxes:
+    if tile.pixel_major:
         return max(problem.geometry.stride) > 1
     geometry = problem.geometry
-    least = LEAST_PRODUCTS if tile.by_rows or problem.flat else LEAST_PRODUCTS_SHIFTED * 4 // problem.item
+    min_products = MIN_PRODUCTS if tile.by_rows or problem.flat else MIN_PRODUCTS_SHIFTED * 4 // problem.item
     return (
         max(geometry.stride) > 1
-        and geometry.out_channels_per_group >= LEAST_OUT_CHANNELS
-        and geometry.out_channels_per_group * geometry.taps >= least
+        and geometry.out_channels_per_group >= MIN_OUT_CHANNELS
+        and geometry.out_channels_per_group * geometry.taps >= min_products
     )
 
 
-def takes_pixels(problem: TileProblem, tile: Tile) -> bool:
-    """Whether the multiplier can read the tile's input across k, as it lies: no box is in two images or groups."""
+def supports_pixel_major(problem: TileProblem, tile: Tile) -> bool:
+    """Whether the multiplier can read the tile's NCHW input as a pixel-major operand: no box may lie in two images or
+    groups."""
     geometry = problem.geometry
     return (
         problem.item == 2

@@ -1,5 +1,5 @@
-"""Tiles of forward/implicit_gemm_tma.cu whose two warpgroups are out of step: while one stores, the other
-multiplies."""
+"""Tiles of forward/implicit_gemm_tma.cu whose second warpgroup begins later than the first, so that one multiplies
+while the other stores."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, b
 from tconv_swap.kernels.forward.implicit_gemm_memory import STEP_WORDS
 from tconv_swap.runtime.integers import ceil_div
 
-#: Half chunks by which the second warpgroup is late, by the bytes of an element.
-LATE_HALF_CHUNKS = {2: 3, 4: 2}
+#: By how many half chunks the second warpgroup is behind the first, for elements of 2 and of 4 bytes (measured on an
+#: H200).
+STAGGER_HALF_CHUNKS = {2: 3, 4: 2}
 
 
 def staggered(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
-    """``tile`` with its warpgroups out of step where that was measured to pay: at stride 1, where a tap has several
-    multiplies and a block several tiles; else as it is."""
+    """Returns ``tile`` with a stagger where that was measured to be faster, at stride 1, where a tap has several
+    multiplies and a block several tiles; elsewhere returns ``tile`` itself."""
     several = tile.warp_images * tile.warp_rows * tile.warp_cols > 16
     many = block_count(problem, tile) >= 2 * multiprocessors * tile.blocks_per_multiprocessor
-    # Not measured: no tap shifted, stacked rows in TF32.
+    # Flat problems and stacked rows in TF32 were not measured.
     stride_1 = problem.phases == (1, 1) and not problem.flat and (problem.item == 2 or problem.stack == 1)
     if not (can_stagger(problem, tile) and stride_1 and problem.output_channels_last and several and many):
         return tile
-    return replace(tile, stagger=LATE_HALF_CHUNKS[problem.item] * products(problem, tile) // 2)
+    return replace(tile, stagger=STAGGER_HALF_CHUNKS[problem.item] * products(problem, tile) // 2)
 
 
 def can_stagger(problem: TileProblem, tile: Tile) -> bool:
-    """Whether the second warpgroup may begin a tile later than the first: no more stages than a tile has chunks."""
+    """Whether the second warpgroup may begin a tile later than the first; there may be no more stages than chunks of a
+    tile."""
     return (
-        tile.boxes
+        tile.tma
         and tile.warps_m * tile.warps_n == 8
         and tile.splits == 1
         and len(group_taps(problem)) == 1
@@ -38,5 +40,5 @@ def can_stagger(problem: TileProblem, tile: Tile) -> bool:
 
 
 def products(problem: TileProblem, tile: Tile) -> int:
-    """Taps of all steps of a chunk: what ``stagger`` counts."""
+    """Returns the taps of all steps of a chunk, in which ``stagger`` counts."""
     return group_taps(problem)[0] * tile.chunk_words // STEP_WORDS

@@ -1,4 +1,5 @@
-"""Plans of the narrow forward kernel: few output channels, depthwise and narrow groups, phases with few taps."""
+"""Plans of csrc/kernels/forward/narrow_ffma.cu: few output channels, depthwise and narrow groups, phases with few
+taps."""
 
 from __future__ import annotations
 
@@ -28,18 +29,21 @@ from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Pl
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-#: Above so many multiply-adds for each element moved or each output, FFMA bounds the time, and tensor cores are the
-#: tool ...
+#: With more multiply-adds for each element moved or for each output, FFMA bounds the time, and tensor cores are
+#: faster.
 MULTIPLY_ADDS_PER_ELEMENT = 84
 MULTIPLY_ADDS_PER_OUTPUT = 96
-#: ... unless there are so few channels on one side that most of a tensor core's tile would be padding.
+#: With at most so many channels on one side, most of a tensor core's tile would be padding, and FFMA is faster after
+#: all.
 NARROW_CHANNELS = 8
-#: Batch, rows and columns of the maps by which a layer is judged, and those with one row.
-JUDGED, JUDGED_ROW = (16, 64, 64), (16, 1, 1024)
+#: Batch, rows and columns of the nominal map by which a layer is judged, and of that of a layer whose maps have one
+#: row.
+NOMINAL_MAP, NOMINAL_ROW = (16, 64, 64), (16, 1, 1024)
 
 
 def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
-    """Whether this kernel is a candidate: what bounds the problem is memory, or no other kernel's tile fits it."""
+    """Whether the kernel is a candidate for the problem: memory bounds the problem, or no other kernel's tile fits
+    it."""
     if dtype not in DTYPES or geometry.batch == 0:
         return False
     return _claims_layer(of_any_size(geometry))
@@ -47,29 +51,30 @@ def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
 
 @lru_cache(maxsize=1024)
 def _claims_layer(layer: Geometry) -> bool:
-    """The same of all sizes of a layer."""
+    """Whether the kernel is a candidate for all sizes of a layer."""
     if min(layer.in_channels_per_group, layer.out_channels_per_group) <= NARROW_CHANNELS:
         return True
     one_row = layer.kernel[0] == layer.stride[0] == 1
-    batch, height, width = JUDGED_ROW if one_row else JUDGED
-    judged = replace(layer, batch=batch, height=height, width=width)
+    batch, height, width = NOMINAL_ROW if one_row else NOMINAL_MAP
+    nominal = replace(layer, batch=batch, height=height, width=width)
     return (
         terms(layer) <= MULTIPLY_ADDS_PER_OUTPUT
-        and judged.macs <= MULTIPLY_ADDS_PER_ELEMENT * judged.elements
+        and nominal.macs <= MULTIPLY_ADDS_PER_ELEMENT * nominal.elements
     )
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """The narrow kernel with its best tile, or None for a geometry that is not its own.
+    """Returns the plan with the best tile, or None for a geometry for which the kernel is no candidate.
 
-    Its arithmetic is IEEE float32 whatever the problem allows. Inputs: input, weight, bias. Output: the output.
+    The kernel computes in IEEE float32 even where the problem allows TF32. Inputs: input, weight, bias. Output: the
+    output.
     """
     plans = plan_candidates(problem, has_bias, device, count=1)
     return plans[0] if plans else None
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """The ``count`` plans that are expected to be the fastest, the best first; measuring them finds the true one."""
+    """Returns the ``count`` plans that are expected to be the fastest, the best first."""
     geometry, dtype, channels_last = problem.geometry, problem.dtype, problem.channels_last
     if not claims(geometry, dtype):
         return []
@@ -87,19 +92,19 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
     """``NarrowFfmaSizes`` of csrc/kernels/common/sizes.cuh."""
     vertical, horizontal = axes(geometry)
-    down = ceil_div(vertical.cells, tile.lanes_h * tile.thread_rows)
+    down = ceil_div(vertical.positions, tile.lanes_h * tile.thread_rows)
     all_tiles = row_tiles(geometry, tile)
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         *(all_tiles, repeat),
         *divisor(down),
-        *divisor(ceil_div(horizontal.cells, tile.lanes_w * tile.thread_columns)),
+        *divisor(ceil_div(horizontal.positions, tile.lanes_w * tile.thread_columns)),
         *divisor(ceil_div(all_tiles, repeat)),
     )
 
 
 def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
-    """The plan that runs ``tile``, ``repeat`` of them in each block."""
+    """Returns the plan in which each block computes ``repeat`` tiles, one after another."""
     geometry, channels_last = problem.geometry, problem.channels_last
     image = max(
         geometry.in_channels * geometry.height * geometry.width,

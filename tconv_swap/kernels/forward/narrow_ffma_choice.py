@@ -1,4 +1,4 @@
-"""Which tiles of csrc/kernels/forward/narrow_ffma.cu a layer has, whatever its sizes, and which of them computes one
+"""The tiles of csrc/kernels/forward/narrow_ffma.cu that a layer has, whatever its sizes, and which of them computes one
 size. Pure functions of data."""
 
 from __future__ import annotations
@@ -31,41 +31,45 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 
-#: Batch, rows and columns of the maps that stand for all, and of those with one row; the first count for more.
+#: Batch, rows and columns of the nominal maps, and of those of layers whose maps have one row; the weight of the
+#: first.
 SIZES = ((16, 64, 64), (64, 16, 16), (128, 8, 8), (1, 32, 32))
 SIZES_OF_ONE_ROW = ((8, 1, 512), (64, 1, 64), (1, 1, 1024))
 FIRST_WEIGHT = 4.0
-#: Of each of them, the best tiles, out of which a layer's are taken.
-TAKEN = 8
-#: So many tiles, the best by a lower bound of their time, are looked at closely.
+#: How many of the best tiles for each nominal map compete for a layer's schedules.
+COMPETITORS = 8
+#: How many tiles, the best by a lower bound of their time, are ranked by their expected time.
 FINALISTS = 40
-#: A block's shared memory, in bytes: beyond, too few blocks fit a multiprocessor to hide each other's waits.
+#: The most bytes of a block's shared memory. With more, too few blocks fit a multiprocessor to hide each other's
+#: waits.
 SHARED_BYTES = 72 * 1024
-#: Pieces of the output that a tile writes should not be shorter than this, in bytes, or a whole row or pixel of it.
+#: The fewest bytes of a row (NCHW) and of a pixel (channels_last) of the output that a tile writes, unless it writes
+#: whole ones.
 ROW_BYTES = 256
 PIXEL_BYTES = 64
-#: Threads, below which a block takes several images.
+#: A block of fewer threads computes several images.
 SMALL_BLOCK = 32
-#: Accesses with which a thread brings its part of a chunk: each takes registers. More only where no tile has fewer.
+#: The most loads of a thread for a chunk, because each takes registers; the second limit where no tile is within the
+#: first.
 MAX_LOADS = (10, 28)
-#: A sum of so few terms is as accurate in any order.
+#: A sum of at most so many terms is equally accurate in any order.
 SHORT_SUM = 8
 
 
 def terms(geometry: Geometry) -> int:
-    """Products that are summed for an output, at most."""
+    """Returns the most products that are summed for an output."""
     vertical, horizontal = axes(geometry)
     return vertical.taps * horizontal.taps * geometry.in_channels_per_group
 
 
 def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile]:
-    """The ``count`` tiles that are expected to be the fastest for this size, the best first: of the layer's at most
-    ``most``, then, to be measured, of all."""
+    """Returns the ``count`` tiles that are expected to be the fastest for this size, the best first: those of the
+    layer's at most ``most`` schedules, then, for tuning to measure, all others."""
     geometry = problem.geometry
     layer = replace(problem, geometry=of_any_size(geometry))
     found = [tile for tile in schedules(layer, device, most) if _is_right(problem, tile)]
     if not problem.channels_last and count == 1:
-        # Long pieces of rows are the faster whatever else a tile is.
+        # Wide loads are faster whatever else a tile is.
         found = [tile for tile in found if tile.load > 1] or found
     if len(found) > 1:
         found.sort(key=lambda tile: _expected(problem, tile, device))
@@ -80,7 +84,7 @@ def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile
 
 
 def _is_right(problem: Problem, tile: Tile) -> bool:
-    """Whether the tile is right for the rows of this size."""
+    """Whether the tile computes the rows of this size."""
     geometry = problem.geometry
     if not problem.channels_last and geometry.width % tile.load:
         return False
@@ -89,8 +93,8 @@ def _is_right(problem: Problem, tile: Tile) -> bool:
 
 @lru_cache(maxsize=256)
 def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
-    """At most ``most`` tiles for all sizes of a layer (``of_any_size``): half of them for rows of any length, half for
-    rows of whole pieces of 16 bytes."""
+    """Returns at most ``most`` tiles for all sizes of ``layer``, which ``of_any_size`` made: about half of them
+    for rows of any length, the others for rows of a multiple of 16 bytes."""
     multiples = _row_multiples(layer)
     shares = (most - most // 2, most // 2) if len(multiples) == 2 else (most,)
     found: dict[Tile, None] = {}
@@ -101,30 +105,31 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
 
 
 def _row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
-    """What divides the rows of the input (in NCHW) and of the output, for all sizes and for some that are faster."""
-    most = 16 // layer.dtype.itemsize
-    of_any, of_some = (out_row_multiple(layer.geometry, multiple, most) for multiple in (1, most))
+    """Returns pairs of numbers that divide the rows of the input (in NCHW) and of the output: a pair for all
+    sizes, and one for some sizes that are faster."""
+    limit = 16 // layer.dtype.itemsize
+    of_any, of_some = (out_row_multiple(layer.geometry, multiple, limit) for multiple in (1, limit))
     if layer.channels_last:
         return tuple(dict.fromkeys(((1, of_any), (1, of_some))))
-    return ((1, of_any), (most, of_some))
+    return ((1, of_any), (limit, of_some))
 
 
 def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: int) -> tuple[Tile, ...]:
-    """Those that are best for the sizes that stand for all, as if their rows were of such multiples."""
+    """Returns the tiles that are best for the nominal sizes, as if their rows were of such multiples."""
     one_row = layer.geometry.kernel[0] == layer.geometry.stride[0] == 1
     sizes = [
         replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
         for batch, height, width in (SIZES_OF_ONE_ROW if one_row else SIZES)
     ]
     sizes = [sized for sized in sizes if min(sized.geometry.out_height, sized.geometry.out_width) > 0]
-    tiles = dict.fromkeys(tile for sized in sizes for tile in rank(sized, device, multiples)[:TAKEN])
+    tiles = dict.fromkeys(tile for sized in sizes for tile in rank(sized, device, multiples)[:COMPETITORS])
     times = {tile: [_expected(sized, tile, device) for sized in sizes] for tile in tiles}
     return select_covering(times, [FIRST_WEIGHT, *[1.0] * (len(sizes) - 1)], (), most)
 
 
 def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[Tile]:
-    """The best tiles for this size if its rows are of such multiples, the one expected to be the fastest first; empty
-    when none is legal."""
+    """Returns the best tiles for this size if its rows are of such multiples, the one that is expected to be the
+    fastest first; none where no tile is legal."""
     item, channels_last = problem.dtype.itemsize, problem.channels_last
     asynchronous = problem.dtype == torch.float32 and device.compute_capability >= 80
     limit = min(SHARED_BYTES, device.shared_memory_per_block)
@@ -156,7 +161,7 @@ def candidates(
     max_loads: int,
     multiples: tuple[int, int],
 ) -> Iterator[Tile]:
-    """The tiles worth a thought, for rows of such multiples."""
+    """Yields the tiles that are worth comparing, for rows of such multiples."""
     vertical, horizontal = axes(geometry)
     # 16-bit outputs round away what the order of a sum in float32 changes.
     partial = _partial(geometry) if element_bytes == 4 else 0
@@ -164,14 +169,14 @@ def candidates(
         for thread_channels, lanes_c, slices_c, block_groups in _channels(
             geometry, channels_last, element_bytes
         ):
-            for rows, columns, adjacent in _cells(geometry, phases_h, phases_w, thread_channels):
+            for rows, columns, adjacent in _thread_positions(geometry, phases_h, phases_w, thread_channels):
                 lanes = lanes_c * slices_c * (horizontal.stride // phases_w)
-                for lanes_w in _powers(horizontal.cells, columns):
+                for lanes_w in _powers(horizontal.positions, columns):
                     written = lanes_w * columns * horizontal.stride * (1 if not channels_last else lanes_c)
-                    if written * element_bytes < ROW_BYTES and lanes_w * columns < horizontal.cells:
+                    if written * element_bytes < ROW_BYTES and lanes_w * columns < horizontal.positions:
                         continue
                     for block in (128, 256):
-                        lanes_h = min(block // (lanes * lanes_w), ceil_div(vertical.cells, rows))
+                        lanes_h = min(block // (lanes * lanes_w), ceil_div(vertical.positions, rows))
                         if lanes_h == 0:
                             continue
                         shape = Tile(
@@ -207,7 +212,8 @@ def candidates(
 
 
 def _partial(geometry: Geometry) -> int:
-    """Input channels in the lower of two levels of sums: about as many terms there as above. 0: one level."""
+    """Returns the input channels of a partial sum, so that a partial sum has about as many terms as there are
+    partial sums; 0: all terms are summed at one level."""
     products, channels = terms(geometry), geometry.in_channels_per_group
     if channels == 1 or products <= SHORT_SUM:
         return 0
@@ -215,13 +221,14 @@ def _partial(geometry: Geometry) -> int:
 
 
 def _phases(geometry: Geometry) -> list[tuple[int, int]]:
-    """How many phases a thread owns on each axis: all of a small stride, or one."""
+    """Returns the rows and columns of phases that a thread may compute: all of a small stride, or one."""
     options = [sorted({1, stride}) if stride <= 4 else [1] for stride in geometry.stride]
     return [(h, w) for h in options[0] for w in options[1]]
 
 
 def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> list[tuple[int, int, int, int]]:
-    """(thread_channels, lanes_c, slices_c, block_groups): which output channels a thread and a block own."""
+    """Returns choices of (thread_channels, lanes_c, slices_c, block_groups): the output channels of a thread and a
+    block."""
     channels, groups = geometry.out_channels_per_group, geometry.groups
     widths = sorted({min(channels, width) for width in (4, 8, 16)} | ({7} if channels % 7 == 0 else set()))
     options = []
@@ -231,7 +238,7 @@ def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> li
             options += [(width, 1, count, 1) for count in sorted({1, min(2, slices), min(4, slices)})]
         return options
     if channels * element_bytes < PIXEL_BYTES and groups > 1:
-        # Whole groups side by side, until a pixel's piece of the output is long enough.
+        # A block computes whole groups side by side, until its part of a pixel is long enough.
         enough = ceil_div(PIXEL_BYTES, channels * element_bytes)
         counts = [count for count in range(enough, groups) if groups % count == 0][:3]
         for count in counts or [groups]:
@@ -247,10 +254,10 @@ def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> li
     return [option for option in options if option[1] <= 64]
 
 
-def _cells(
+def _thread_positions(
     geometry: Geometry, phases_h: int, phases_w: int, channels: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """(thread_rows, thread_columns, adjacent): the cells a thread owns."""
+    """Yields (thread_rows, thread_columns, adjacent): the positions of a thread."""
     for rows in (1, 2, 4, 8):
         for columns in (1, 2, 4, 8, 16):
             sums = phases_h * phases_w * rows * columns * channels
@@ -261,12 +268,12 @@ def _cells(
                 yield rows, columns, True
 
 
-def _powers(cells: int, columns: int) -> Iterator[int]:
-    """Threads side by side: powers of two, up to the first that covers the row."""
+def _powers(positions: int, columns: int) -> Iterator[int]:
+    """Yields numbers of threads side by side: powers of two, up to the first that covers a row of positions."""
     lanes = 1
     while lanes <= 128:
         yield lanes
-        if lanes * columns >= cells:
+        if lanes * columns >= positions:
             return
         lanes *= 2
 
@@ -280,13 +287,13 @@ def _staged(
     max_loads: int,
     row_multiple: int,
 ) -> Iterator[Tile]:
-    """The tile with each way to bring its input that fits."""
+    """Yields the tile with at most two of the largest chunks that fit, and the widest loads."""
     channels = geometry.in_channels_per_group
     block = threads(geometry, shape)
     if block > MAX_THREADS:
         return
     if block < SMALL_BLOCK and row_tiles(geometry, shape) == geometry.batch:
-        # Small images: as many as fill a block.
+        # A block computes several small images.
         shape = replace(shape, block_images=min(SMALL_BLOCK // block, geometry.batch))
         block = threads(geometry, shape)
     chunks = (
@@ -314,7 +321,7 @@ def _staged(
 
 
 def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int, row_multiple: int) -> int:
-    """Elements that travel together: as many as the alignment of the tensor and the tile allow, up to 16 bytes."""
+    """Returns the elements of one load: as many as the alignment of the tensor and the tile allow, up to 16 bytes."""
     if channels_last:
         sizes = [
             geometry.in_channels,
@@ -325,7 +332,7 @@ def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: in
         sizes = [row_multiple, tile.lanes_w * tile.thread_columns]
     load = 16 // element_bytes
     if channels_last and tile.block_groups == 1 and tile.partial:
-        load = min(load, max(2, tile.partial))  # channels read together are summed together
+        load = min(load, max(2, tile.partial))  # channels that are loaded together belong to one partial sum
     while any(size % load for size in sizes):
         load //= 2
     return load

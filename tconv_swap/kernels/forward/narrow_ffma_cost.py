@@ -1,6 +1,6 @@
-"""What a tile of csrc/kernels/forward/narrow_ffma.cu is expected to take: a sum of its parts, fitted to measurements.
+"""The expected time of a tile of csrc/kernels/forward/narrow_ffma.cu: a sum of parts, fitted to measurements.
 
-1,300 tiles of 21 layers on an H200 (docs/kernels/narrow.md); mean error 12 %.
+The fit is to 1,300 tiles of 21 layers on an H200 (docs/kernels/forward/narrow_ffma.md). The mean error is 12 %.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
 )
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-# Cycles of a multiprocessor for each instruction of a warp, or what else the line says. Where few warps are resident,
-# some wait for what comes before them: the second number times 8 / warps on top.
+# Cycles of a multiprocessor for each instruction of a warp, unless the line says otherwise. Pairs: with few resident
+# warps, instructions wait for those before them, which adds the second number times 8 / warps to the first.
 MULTIPLY_ADD = (0.60 / 4, 0.49 / 4)
-SECTOR = (0.50, 0.26)  # a 32-byte piece of the output that one store instruction touches
+SECTOR = (0.50, 0.26)  # for each sector of 32 bytes of the output that a store touches
 STORE = (0.37, 0.19)
-SHARED_SECTOR = 2.2  # a sector that another block writes the rest of costs so many times as much again
-READ_INPUT = 0.23  # by passes over the banks of shared memory
+SHARED_SECTOR = 2.2  # how many times more a sector costs that two blocks write
+READ_INPUT = 0.23  # for each pass over the banks of shared memory
 READ_WEIGHT = 0.16
-UPPER_SUM = 0.28 / 4  # an addition of the upper of two levels of sums
-CONVERT = 2.7  # an element of 16 bits, on its way to shared memory
+PARTIAL_SUM = 0.28 / 4  # for each partial sum that is added to a sum
+CONVERT = 2.7  # for each element of 16 bits that is converted for shared memory
 LOAD_WEIGHT = 15.6
-STEP_CYCLES = 67.0  # one chunk of one tile: barriers and what latency remains
+STEP_CYCLES = 67.0  # for each chunk of a tile: barriers and the latency that nothing hides
 CYCLES_PER_MICROSECOND = 1755.0
 START_MICROSECONDS = 3.1
 L2_BYTES_PER_MICROSECOND = 6.8e6
-MEMORY_BYTES_PER_MICROSECOND = 11.9e6  # on top of the loads and stores above, which count the same bytes
+MEMORY_BYTES_PER_MICROSECOND = 11.9e6  # in addition to the loads and stores above, which count the same bytes
 
-#: Tiles that a block may walk down.
+#: The numbers of tiles that a block may compute.
 REPEATS = (1, 2, 4, 8, 16, 32)
 
 
@@ -58,9 +58,9 @@ def microseconds(
     multiprocessors: int,
     bank_conflicts: bool = True,
 ) -> tuple[float, int]:
-    """The expected time on an H200, and the best number of tiles for a block to walk down.
+    """Returns the expected time on an H200, and the best number of tiles for a block.
 
-    It ranks tiles, and compares with other kernels. Without ``bank_conflicts`` it is a lower bound, sooner found.
+    Without ``bank_conflicts`` the time is a lower bound, which takes less time to compute.
     """
     warps = ceil_div(threads(geometry, tile), 32)
     fit = _blocks_per_multiprocessor(geometry, tile, channels_last, warps)
@@ -81,10 +81,10 @@ def microseconds(
             uneven = round_up(blocks, multiprocessors) / blocks
         else:
             uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
-        lone = 8 / (min(fit, blocks / multiprocessors) * warps)
-        per_tile = (reads + multiply_adds * (MULTIPLY_ADD[0] + MULTIPLY_ADD[1] * lone)) * uneven
-        per_tile += warps * sectors * (SECTOR[0] + SECTOR[1] * lone) + warps * stores * (
-            STORE[0] + STORE[1] * lone
+        waiting = 8 / (min(fit, blocks / multiprocessors) * warps)
+        per_tile = (reads + multiply_adds * (MULTIPLY_ADD[0] + MULTIPLY_ADD[1] * waiting)) * uneven
+        per_tile += warps * sectors * (SECTOR[0] + SECTOR[1] * waiting) + warps * stores * (
+            STORE[0] + STORE[1] * waiting
         )
         cycles = blocks * (repeat * per_tile + once * uneven) / multiprocessors
         cycles += STEP_CYCLES * chunks * repeat * max(1.0, rounds)
@@ -109,7 +109,7 @@ def _computing(
     warps: int,
     passes: tuple[float, int],
 ) -> tuple[float, float, float]:
-    """(cycles of a tile beside its multiply-adds and stores, multiply-adds of a tile, cycles of a block)."""
+    """Returns (cycles of a tile without its multiply-adds and stores, multiply-adds of a tile, cycles of a block)."""
     vertical, horizontal = axes(geometry)
     channels = ceil_div(geometry.in_channels_per_group, tile.chunk) * tile.chunk
     whole_h, whole_w = tile.phases_h == vertical.stride, tile.phases_w == horizontal.stride
@@ -123,7 +123,9 @@ def _computing(
     cycles = channels * rows * columns * used * passes[0] * READ_INPUT
     cycles += channels * taps * ceil_div(tile.thread_channels, weight_vector(tile)) * passes[1] * READ_WEIGHT
     if tile.partial:
-        cycles += channels / max(tile.partial, read_width(tile, channels_last)) * tile.sums * used * UPPER_SUM
+        cycles += (
+            channels / max(tile.partial, read_width(tile, channels_last)) * tile.sums * used * PARTIAL_SUM
+        )
     if element_bytes < 4:
         elements = input_loads(geometry, tile, channels_last) * tile.load
         cycles += channels // tile.chunk * elements * used * CONVERT
@@ -134,32 +136,32 @@ def _computing(
 
 
 def _input_bytes(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> float:
-    """What a tile's loads bring from the L2 cache, in its sectors of 32 bytes."""
+    """Returns the bytes that a tile's loads read from the L2 cache, in sectors of 32 bytes."""
     vertical, _ = axes(geometry)
     channels, rows, columns = input_tile(geometry, tile, channels_last)
     chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
     used = 1.0 if tile.phases_h == vertical.stride else vertical.used
-    runs, length = (columns, channels) if channels_last else (channels, columns)
-    return chunks * used * tile.block_images * rows * runs * round_up(length * element_bytes, 32)
+    segments, length = (columns, channels) if channels_last else (channels, columns)
+    return chunks * used * tile.block_images * rows * segments * round_up(length * element_bytes, 32)
 
 
 def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> tuple[float, float]:
-    """(32-byte pieces of the output that a warp's stores touch, stores of a thread) of a tile;
-    csrc/kernels/forward/narrow_ffma_access.cuh has the runs and their widths."""
+    """Returns (sectors of 32 bytes that a warp's stores touch, stores of a thread) of a tile, whose segments and their
+    widths csrc/kernels/forward/narrow_ffma_access.cuh defines."""
     stride = geometry.stride[1]
-    run = 1
+    segment = 1
     whole_pixels = not channels_last or tile.thread_channels == geometry.out_channels
     if tile.phases_w == stride and whole_pixels:
-        run = (tile.thread_columns if tile.adjacent else 1) * stride
+        segment = (tile.thread_columns if tile.adjacent else 1) * stride
     pitch = tile.out_row_multiple
     if channels_last:
-        pitch = pitch * geometry.out_channels if run > 1 else geometry.out_channels_per_group
-        run *= tile.thread_channels
+        pitch = pitch * geometry.out_channels if segment > 1 else geometry.out_channels_per_group
+        segment *= tile.thread_channels
     width = 1
-    while 2 * width * element_bytes <= 16 and run % (2 * width) == 0 and pitch % (2 * width) == 0:
+    while 2 * width * element_bytes <= 16 and segment % (2 * width) == 0 and pitch % (2 * width) == 0:
         width *= 2
-    # Lanes that follow each other `apart` elements apart, before the next piece of memory begins.
-    apart = run
+    # Consecutive lanes whose segments begin `apart` elements from each other.
+    apart = segment
     if channels_last and not whole_pixels:
         lanes = min(32, tile.lanes_c)
         if tile.block_channels == geometry.out_channels and tile.phases_w != stride:
@@ -181,7 +183,8 @@ def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes:
 
 
 def _bank_passes(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
-    """Passes over the banks of shared memory in which a warp reads one input channel, and one vector of weights."""
+    """Returns the passes over the banks of shared memory in which a warp reads one input channel, and one vector of
+    weights."""
     return _bank_passes_of_layer(of_any_size(geometry), tile, channels_last)
 
 
@@ -215,12 +218,13 @@ def _bank_passes_of_layer(geometry: Geometry, tile: Tile, channels_last: bool) -
 
 
 def _passes(words: Sequence[int], width: int) -> int:
-    """Passes in which 32 threads read ``width`` words each, from these on: 32 words at a time, one of each bank."""
+    """Returns the passes in which 32 threads read ``width`` words each, which begin at ``words``. A pass reads at
+    most one word of each of the 32 banks."""
     passes = 0
     for first in range(0, 32, 32 // width):
-        wanted: dict[int, set[int]] = {}
+        banks: dict[int, set[int]] = {}
         for word in set(words[first : first + 32 // width]):
             for w in range(word, word + width):
-                wanted.setdefault(w % 32, set()).add(w)
-        passes += max(len(bank) for bank in wanted.values())
+                banks.setdefault(w % 32, set()).add(w)
+        passes += max(len(bank) for bank in banks.values())
     return passes

@@ -1,4 +1,4 @@
-"""The tiles of csrc/kernels/forward/narrow_ffma.cu: what they are and what they need."""
+"""The tile of csrc/kernels/forward/narrow_ffma.cu, and the threads, registers and shared memory that it takes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
 
-#: The kernel's inner loop is unrolled: longer ones take more than a second to compile and leave the instruction cache.
+#: The kernel's inner loop is unrolled: longer ones take more than a second to compile and leave the instruction
+#: cache.
 UNROLLED_MULTIPLY_ADDS = 3000
 MAX_THREADS = 384
 MIN_SUMS = 8
 MAX_SUMS = 96
-#: What ``registers`` adds to what the compiler needs on average, so that it never spills.
+#: Registers that ``registers`` adds to the compiler's average, so that no tile spills.
 REGISTER_MARGIN = 34
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block and a thread own; the top of csrc/kernels/forward/narrow_ffma.cu says what each is."""
+    """What a block and a thread compute. The comment at the top of csrc/kernels/forward/narrow_ffma.cu explains each
+    field."""
 
     phases_h: int
     phases_w: int
@@ -46,6 +48,7 @@ class Tile:
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
+        """The fields as constants of the kernel, under their names in capitals."""
         names = (field.name.rstrip("_").upper() for field in fields(self))
         return tuple(zip(names, astuple(self), strict=True))
 
@@ -55,32 +58,33 @@ class Tile:
 
     @property
     def sums(self) -> int:
-        """Outputs that a thread owns."""
+        """The outputs that a thread computes."""
         return self.phases_h * self.phases_w * self.thread_rows * self.thread_columns * self.thread_channels
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a geometry, as csrc/kernels/forward/narrow_ffma_access.cuh sees it."""
+    """One axis of a geometry, as csrc/kernels/common/phases.cuh sees it."""
 
     kernel: int
     stride: int
-    #: Input pixels from one tap of a phase to its next.
+    #: Input pixels from one tap of a phase to the next tap of that phase.
     reach: int
-    #: The most taps a phase has, and whether all have as many.
+    #: The most taps of a phase, and whether all phases have as many.
     taps: int
     full: bool
-    #: Share of the phases that have a tap.
+    #: The share of the phases that have a tap.
     used: float
-    cells: int
-    #: A cell reads the inputs from ``lowest`` to ``lowest + span`` after its own position.
+    #: Positions: groups of ``stride`` neighbouring outputs, one of each phase.
+    positions: int
+    #: A position reads the inputs from ``lowest`` to ``lowest + span`` after its own place.
     lowest: int
     span: int
 
 
 @lru_cache(maxsize=1024)
 def axes(geometry: Geometry) -> tuple[Axis, Axis]:
-    """The vertical and the horizontal axis."""
+    """Returns the vertical and the horizontal axis."""
     sizes = (geometry.out_height, geometry.out_width)
     vertical, horizontal = (
         replace(
@@ -90,7 +94,7 @@ def axes(geometry: Geometry) -> tuple[Axis, Axis]:
                 geometry.padding[index],
                 geometry.dilation[index],
             ),
-            cells=ceil_div(sizes[index], geometry.stride[index]),
+            positions=ceil_div(sizes[index], geometry.stride[index]),
         )
         for index in (0, 1)
     )
@@ -99,7 +103,7 @@ def axes(geometry: Geometry) -> tuple[Axis, Axis]:
 
 @lru_cache(maxsize=1024)
 def _axis(kernel: int, stride: int, padding: int, dilation: int) -> Axis:
-    """One axis of a layer, without cells."""
+    """Returns one axis of a layer; a size sets its ``positions``."""
     common = gcd(stride, dilation)
     taps = [phase_taps(kernel, stride, dilation, (phase + padding) % stride) for phase in range(stride)]
     offsets = [(phase + padding - k * dilation) // stride for phase in range(stride) for k in taps[phase]]
@@ -110,7 +114,7 @@ def _axis(kernel: int, stride: int, padding: int, dilation: int) -> Axis:
         taps=ceil_div(kernel, stride // common),
         full=len({len(t) for t in taps}) == 1,
         used=sum(bool(t) for t in taps) / stride,
-        cells=0,
+        positions=0,
         lowest=min(offsets),
         span=max(offsets) - min(offsets),
     )
@@ -122,7 +126,7 @@ def threads(geometry: Geometry, tile: Tile) -> int:
 
 
 def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int, int, int]:
-    """(channels, rows, columns) of the input that a block keeps of one image."""
+    """Returns (channels, rows, columns) of one image's input that a block keeps in shared memory."""
     vertical, horizontal = axes(geometry)
     whole = tile.phases_h == vertical.stride
     rows = tile.lanes_h * tile.thread_rows + (
@@ -135,29 +139,29 @@ def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int
 
 
 def input_loads(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """Accesses with which a thread brings its part of one chunk."""
+    """Returns the loads with which a thread loads its share of one chunk."""
     channels, rows, columns = input_tile(geometry, tile, channels_last)
     return ceil_div(tile.block_images * channels * rows * columns // tile.load, threads(geometry, tile))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLayout:
-    """How a block's shared memory is laid out, in words of 4 bytes."""
+    """The layout of a block's shared memory, in 32-bit words."""
 
-    #: From a pixel, row, channel, image of the input tile to the next, and the whole tile.
+    #: The distance from a pixel, row, channel and image of the input tile to the next one, and the size of the tile.
     pixel: int
     row: int
     channel: int
     image: int
     input: int
-    #: From a tap's weights to the next, a channel slice's to the next, and all that are kept.
+    #: The distance from the weights of a tap and of a channel slice to the next ones, and the size of all weights.
     tap: int
     slice: int
     weights: int
 
 
 def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> SharedLayout:
-    """As csrc/kernels/forward/narrow_ffma.cu lays it out."""
+    """Returns the layout of shared memory that csrc/kernels/forward/narrow_ffma.cu uses."""
     vertical, horizontal = axes(geometry)
     channels, rows, columns = input_tile(geometry, tile, channels_last)
     pixel = 1
@@ -182,39 +186,40 @@ def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> Shared
 
 
 def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """The shared memory of a block."""
+    """Returns the bytes of shared memory of a block."""
     layout = shared_layout(geometry, tile, channels_last)
     buffers = 2 if tile.async_ else 1
     return 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
 
 
 def read_width(tile: Tile, channels_last: bool) -> int:
-    """Input channels that a thread reads at a time."""
+    """Returns the input channels that a thread reads from shared memory at a time."""
     return min(tile.load, 4) if channels_last and tile.block_groups == 1 else 1
 
 
 def weight_vector(tile: Tile) -> int:
-    """Weights that a thread reads at a time."""
+    """Returns the weights that a thread reads from shared memory at a time."""
     return 4 if tile.thread_channels > 2 else tile.thread_channels
 
 
 def row_tiles(geometry: Geometry, tile: Tile) -> int:
-    """Tiles below each other, over the whole batch."""
-    tiles = ceil_div(axes(geometry)[0].cells, tile.lanes_h * tile.thread_rows)
+    """Returns the tiles below each other, over the whole batch."""
+    tiles = ceil_div(axes(geometry)[0].positions, tile.lanes_h * tile.thread_rows)
     return tiles * ceil_div(geometry.batch, tile.block_images)
 
 
 def columns_of_tiles(geometry: Geometry, tile: Tile) -> int:
-    """Tiles side by side, times those of other channels and, where blocks own them apart, rows of a cell."""
+    """Returns the tiles side by side, times the tiles of channels, times the rows of a position where each row has
+    blocks of its own."""
     vertical, horizontal = axes(geometry)
-    count = ceil_div(horizontal.cells, tile.lanes_w * tile.thread_columns)
+    count = ceil_div(horizontal.positions, tile.lanes_w * tile.thread_columns)
     count *= ceil_div(geometry.groups, tile.block_groups)
     count *= ceil_div(geometry.out_channels_per_group, tile.block_channels // tile.block_groups)
     return count * (vertical.stride // tile.phases_h)
 
 
 def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
-    """(rows, columns) of the input that a thread reads of a channel."""
+    """Returns (rows, columns) of one channel of the input that a thread reads."""
     vertical, horizontal = axes(geometry)
     columns = tile.thread_columns
     if tile.phases_w == horizontal.stride:
@@ -229,7 +234,8 @@ def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
 
 
 def registers(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """What the compiler needs of a thread without spilling, fitted to its reports, on the safe side."""
+    """Estimates the registers that a thread needs so that nothing spills: fitted to the compiler's reports, and
+    never too few for any of them."""
     return int(
         39
         + REGISTER_MARGIN
@@ -241,7 +247,7 @@ def registers(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
 
 
 def unrolled(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """Multiply-adds in the kernel's innermost loop."""
+    """Returns the multiply-adds of the kernel's unrolled innermost loop."""
     vertical, horizontal = axes(geometry)
     taps_h = vertical.kernel if tile.phases_h == vertical.stride else vertical.taps
     taps_w = horizontal.kernel if tile.phases_w == horizontal.stride else horizontal.taps

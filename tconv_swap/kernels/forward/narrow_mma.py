@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/forward/narrow_mma.cu: narrow problems on tensor cores."""
+"""Plans of csrc/kernels/forward/narrow_mma.cu: problems with few channels, on tensor cores."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tconv_swap.runtime.program import (
 _PACK_THREADS = 256
 #: The values are shared with csrc/kernels/common/mma.cuh.
 _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
-#: Blocks for each one that runs at a time, with one pass and with several: those with and without taps take different
-#: times, and even out where there are many.
-BLOCKS_IN_LINE = (2, 12)
-#: Input channels of a group that fill half of what a multiply of 16-bit numbers takes; with fewer FFMA is faster.
-FEWEST_CHANNELS = 8
-#: Float32 takes six products: FFMA is faster where less than this share of them is of use.
-FLOAT32_SHARE = 0.5
+#: Waves of blocks, with one pass and with several. Passes with and without taps take different times, which many
+#: waves even out.
+WAVES = (2, 12)
+#: Input channels of a group that fill half of a multiply of 16-bit numbers; with fewer channels FFMA is faster.
+MIN_CHANNELS = 8
+#: Float32 takes six products; FFMA is faster where less than this share of them is used.
+MIN_FLOAT32_SHARE = 0.5
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether this kernel computes the problem right: its offsets within an image are of 32 bits."""
+    """Whether the kernel computes the problem: its offsets within an image have to fit 32 bits."""
     geometry = problem.geometry
     if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
         return False
@@ -48,21 +48,21 @@ def claims(problem: Problem, device: Device) -> bool:
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,
     )
-    # So are tiles of all images.
-    cells = geometry.batch * axes(geometry)[0].cells * axes(geometry)[1].cells
-    return image < INT32_LIMIT and cells < INT32_LIMIT // 2
+    # The number of tiles of all images has to fit, too.
+    positions = geometry.batch * axes(geometry)[0].positions * axes(geometry)[1].positions
+    return image < INT32_LIMIT and positions < INT32_LIMIT // 2
 
 
 def pays(problem: Problem) -> bool:
-    """Whether it is expected to be faster than FFMA on what memory bounds."""
+    """Whether it is expected to be faster than FFMA for a problem that memory bounds."""
     geometry = problem.geometry
-    if geometry.in_channels_per_group < FEWEST_CHANNELS:
+    if geometry.in_channels_per_group < MIN_CHANNELS:
         return False
-    return problem.dtype != torch.float32 or useful_share(geometry) >= FLOAT32_SHARE
+    return problem.dtype != torch.float32 or useful_share(geometry) >= MIN_FLOAT32_SHARE
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """The plan with the best tile, or None where the kernel does not pay.
+    """Returns the plan with the best tile, or None where another kernel is expected to be faster.
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
@@ -71,7 +71,7 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """The ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
+    """Returns the ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
     if not claims(problem, device) or not forward_narrow_ffma.claims(problem.geometry, problem.dtype):
         return []
     tiles = choose(problem, device, max_narrow_schedules(problem, device), count)
@@ -79,7 +79,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 
 def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
-    """The plan that computes the problem with this tile."""
+    """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights."""
     geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
     p = product(geometry, tile.stacked, tile.columns_fastest)
     packed = packed_bytes(geometry, tile)
@@ -106,11 +106,12 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         arguments=(input_(1), workspace(0)),
     )
     vertical, horizontal = axes(geometry)
-    tiles_h, tiles_w = ceil_div(vertical.cells, tile.tile_h), ceil_div(horizontal.cells, tile.tile_w)
+    tiles_h, tiles_w = ceil_div(vertical.positions, tile.tile_h), ceil_div(horizontal.positions, tile.tile_w)
     tiles = geometry.batch * tiles_h * tiles_w
-    blocks = device.multiprocessors * tile.blocks_per_multiprocessor * BLOCKS_IN_LINE[p.passes > 1]
-    walks = min(tiles, ceil_div(blocks, p.passes))
-    walks = ceil_div(tiles, ceil_div(tiles, walks))
+    blocks = device.multiprocessors * tile.blocks_per_multiprocessor * WAVES[p.passes > 1]
+    # A block computes every tile_stride-th tile of its pass; all blocks of a pass compute about equally many.
+    tile_stride = min(tiles, ceil_div(blocks, p.passes))
+    tile_stride = ceil_div(tiles, ceil_div(tiles, tile_stride))
     forward = Launch(
         Kernel(
             "forward/narrow_mma.cu",
@@ -123,13 +124,15 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
                 ("SHARED_BYTES", shared),
             ),
         ),
-        grid=p.passes * walks,
+        grid=p.passes * tile_stride,
         block=32 * tile.warps,
-        arguments=(input_(0), workspace(0), input_(2), output(0), struct(0), int64(walks)),
+        arguments=(input_(0), workspace(0), input_(2), output(0), struct(0), int64(tile_stride)),
         shared_bytes=shared,
         overlaps_previous=True,
         structs=(
-            map_sizes(geometry, (vertical.cells, horizontal.cells), (geometry.batch, tiles_h, tiles_w)),
+            map_sizes(
+                geometry, (vertical.positions, horizontal.positions), (geometry.batch, tiles_h, tiles_w)
+            ),
         ),
     )
     return Plan(

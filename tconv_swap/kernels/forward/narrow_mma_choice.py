@@ -1,4 +1,4 @@
-"""Which tiles of csrc/kernels/forward/narrow_mma.cu a layer has, whatever its sizes, and which of them computes one
+"""The tiles of csrc/kernels/forward/narrow_mma.cu that a layer has, whatever its sizes, and which of them computes one
 size. Pure functions of data."""
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from tconv_swap.kernels.forward.narrow_mma_tile import (
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import round_up
 
-#: cuDNN computes layers of fewer channels in float32 even where TF32 is allowed, and dilated and grouped ones.
-ROUNDED_CHANNELS = 16
-#: With more rows of M than the second, every row of a cell is a pass of its own; with fewer than the first, none.
+#: With fewer channels, with dilation and with groups, cuDNN computes in float32 even where TF32 is allowed.
+MIN_TF32_CHANNELS = 16
+#: Up to the first number of rows of M, all rows of a position are always stacked; above the second, each is a pass.
 STACKED_ROWS = (16, 64)
-#: Columns of a cell that fill a tile of M.
+#: Columns of a position that fill a tile of M.
 MANY_COLUMNS = 16
-#: Of a unit: rows, and columns of 8 cells.
+#: Shapes of a unit: rows, and columns of 8 positions.
 UNITS = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 1))
-#: Of a multiprocessor: registers, shared memory in bytes; of a thread: registers; what a block reserves of memory.
+#: Registers and bytes of shared memory of a multiprocessor; registers of a thread; bytes of shared memory that the
+#: system reserves in each block; the most bytes of weights that stay in shared memory.
 REGISTERS, SHARED_BYTES = 65536, 228 * 1024
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 RESERVED_BYTES = 1024
-RESIDENT_BYTES = 80 * 1024
-#: The best tiles of each size that stands for others, out of which a layer's are taken.
+MAX_RESIDENT_BYTES = 80 * 1024
+#: How many of the best tiles for each nominal size compete for a layer's schedules.
 FINALISTS = 6
 
 
 def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile]:
-    """The ``count`` tiles that are expected to be the fastest for this size, the best first: of the layer's at most
-    ``most``, then, to be measured, of all."""
+    """Returns the ``count`` tiles that are expected to be the fastest for this size, the best first: those of the
+    layer's at most ``most`` schedules, then, for tuning to measure, all others."""
     layer = replace(problem, geometry=of_any_size(problem.geometry))
-    # Pieces of 16 bytes of long rows are the faster whatever else a tile is.
+    # Copies and stores of 16 bytes are faster whatever else a tile is.
     found = sorted(
         (tile for tile in schedules(layer, device, most) if is_right(problem.geometry, tile)),
         key=lambda tile: (-tile.row_multiple, -tile.out_row_multiple, _expected(problem, tile)),
@@ -59,7 +60,7 @@ def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile
 
 
 def is_right(geometry: Geometry, tile: Tile) -> bool:
-    """Whether the tile is right for the rows of this size."""
+    """Whether the tile computes the rows of this size."""
     if geometry.width % tile.row_multiple or geometry.out_width % tile.out_row_multiple:
         return False
     return not tile.direct or geometry.out_width % geometry.stride[1] == 0
@@ -67,8 +68,8 @@ def is_right(geometry: Geometry, tile: Tile) -> bool:
 
 @lru_cache(maxsize=256)
 def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
-    """At most ``most`` tiles for all sizes of a layer (``of_any_size``), those first that any size takes: half of them
-    for rows of any length, half for rows of whole pieces of 16 bytes."""
+    """Returns at most ``most`` tiles for all sizes of ``layer``, which ``of_any_size`` made: first those that any
+    size can take, for rows of any length, then about as many for rows of a multiple of 16 bytes."""
     multiples = row_multiples(layer)
     shares = {1: (most,), 2: (most - most // 2, most // 2)}[len(multiples)]
     found: dict[Tile, None] = {}
@@ -80,12 +81,13 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
 
 
 def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
-    """What divides the rows of the input (in NCHW) and of the output, for all sizes or for some that are faster."""
-    most = 16 // layer.dtype.itemsize
+    """Returns pairs of numbers that divide the rows of the input (in NCHW) and of the output: a pair for all
+    sizes, and one for some sizes that are faster."""
+    limit = 16 // layer.dtype.itemsize
     by_output: dict[int, tuple[int, int]] = {}
-    for multiple in (1, most):
-        of_output = out_row_multiple(layer.geometry, multiple, most)
-        if layer.channels_last and layer.geometry.out_channels % most:
+    for multiple in (1, limit):
+        of_output = out_row_multiple(layer.geometry, multiple, limit)
+        if layer.channels_last and layer.geometry.out_channels % limit:
             by_output.setdefault(of_output, (1, of_output))
         elif not layer.channels_last:
             by_output.setdefault(multiple, (multiple, of_output))
@@ -93,7 +95,7 @@ def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
 
 
 def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: int) -> tuple[Tile, ...]:
-    """Those that are best for the sizes that stand for all with such rows."""
+    """Returns the tiles that are best for the nominal sizes with rows of such multiples."""
     standing, weights = representative_sizes(layer.geometry)
     sizes = [
         (replace(layer, geometry=size), weight)
@@ -115,7 +117,8 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
 
 
 def rank(problem: Problem, device: Device, multiples: tuple[int, int] | None = None) -> list[Tile]:
-    """All tiles for this size, or for rows of such multiples, the one that is expected to be the fastest first."""
+    """Returns all tiles for this size, or for rows of such multiples, the one that is expected to be the fastest
+    first."""
     return sorted(candidates(problem, device, multiples), key=lambda tile: _expected(problem, tile))
 
 
@@ -124,7 +127,7 @@ def _expected(problem: Problem, tile: Tile) -> float:
 
 
 def candidates(problem: Problem, device: Device, multiples: tuple[int, int] | None = None) -> Iterator[Tile]:
-    """The tiles worth a thought for this size, or for rows of such multiples."""
+    """Yields the tiles that are worth comparing for this size, or for rows of such multiples."""
     geometry = problem.geometry
     if multiples is None:
         multiples = max(
@@ -144,14 +147,15 @@ def candidates(problem: Problem, device: Device, multiples: tuple[int, int] | No
         )
         for unit_rows, unit_cols in UNITS:
             for tile_w in (8, 16, 32, 64, 128):
-                if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.cells):
+                if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.positions):
                     continue
                 for tile_h in (unit_rows, 2 * unit_rows, 4 * unit_rows):
-                    if tile_h >= 2 * max(unit_rows, vertical.cells):
+                    if tile_h >= 2 * max(unit_rows, vertical.positions):
                         continue
                     units = geometry.groups * p.m_tiles * (tile_h // unit_rows) * (tile_w // 8 // unit_cols)
                     for warps in (4, 8):
-                        # Without a stage to fill, many warps share the weights that they read (measured).
+                        # Where outputs are stored from registers, many warps that share weights are faster
+                        # (measured).
                         if units < warps > 4 or (direct and warps < 8 <= units):
                             continue
                         for resident in (True, False):
@@ -175,33 +179,34 @@ def candidates(problem: Problem, device: Device, multiples: tuple[int, int] | No
 
 
 def _blocks(problem: Problem, tile: Tile, device: Device) -> int:
-    """How many blocks of the tile a multiprocessor has room for."""
+    """Returns how many blocks of the tile fit a multiprocessor."""
     geometry, item = problem.geometry, problem.dtype.itemsize
-    if tile.resident and packed_bytes(geometry, tile) > RESIDENT_BYTES:
+    if tile.resident and packed_bytes(geometry, tile) > MAX_RESIDENT_BYTES:
         return 0
     shared = shared_bytes(geometry, tile, item, problem.channels_last)
     if shared > device.shared_memory_per_block:
         return 0
     needed = registers(geometry, tile, item, problem.channels_last)
-    if needed > MOST_REGISTERS:
+    if needed > MAX_REGISTERS:
         return 0
     room = min(SHARED_BYTES, device.shared_memory_per_block + RESERVED_BYTES)
-    # Registers are handed out by eights.
+    # Registers are allocated in multiples of 8.
     return min(room // (shared + RESERVED_BYTES), REGISTERS // (32 * tile.warps * round_up(needed, 8)))
 
 
 def parts_of(problem: Problem) -> int:
-    """Numbers of 16 bits that an element is multiplied as: float32 as two where cuDNN rounds to TF32 as well."""
+    """Returns the number of 16-bit parts as which an element is multiplied: float32 has two where cuDNN rounds to
+    TF32, and three elsewhere."""
     geometry = problem.geometry
     if problem.dtype != torch.float32:
         return 1
-    fewest = min(geometry.in_channels, geometry.out_channels)
-    rounded = geometry.groups == 1 and geometry.dilation == (1, 1) and fewest >= ROUNDED_CHANNELS
+    channels = min(geometry.in_channels, geometry.out_channels)
+    rounded = geometry.groups == 1 and geometry.dilation == (1, 1) and channels >= MIN_TF32_CHANNELS
     return 2 if problem.precision == "tf32" and rounded else 3
 
 
 def useful_share(geometry: Geometry) -> float:
-    """Of what is multiplied, the share that is neither padding nor a tap that an output does not have."""
+    """Returns the share of all products that are neither padding nor taps that an output does not have."""
     vertical, horizontal = axes(geometry)
     stacked = _rows(geometry) <= STACKED_ROWS[0]
     p = product(geometry, stacked, stacked or horizontal.stride >= MANY_COLUMNS)
@@ -211,6 +216,6 @@ def useful_share(geometry: Geometry) -> float:
 
 
 def _rows(geometry: Geometry) -> int:
-    """Outputs of a cell, of one group, in columns that have taps."""
+    """Returns the outputs of a position, of one group, in columns that have taps."""
     _, horizontal = axes(geometry)
     return geometry.stride[0] * round(horizontal.used * horizontal.stride) * geometry.out_channels_per_group

@@ -1,4 +1,5 @@
-"""The tiles of csrc/kernels/forward/narrow_mma.cu: what they are and the memory they take."""
+"""The tile of csrc/kernels/forward/narrow_mma.cu, the product of matrices that it computes, and the memory that it
+takes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ SECTOR_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block and a warp compute; the tops of csrc/kernels/forward/narrow_mma.cu and
-    forward/narrow_mma_layout.cuh say what each is."""
+    """What a block and a warp compute. The comments at the top of csrc/kernels/forward/narrow_mma.cu and
+    forward/narrow_mma_layout.cuh explain each field."""
 
     stacked: bool
     columns_fastest: bool
@@ -31,41 +32,43 @@ class Tile:
     unit_cols: int
     warps: int
     resident: bool
-    #: Numbers of 16 bits that an element is multiplied as.
+    #: The number of 16-bit parts as which an element is multiplied.
     parts: int
-    #: Outputs go from the registers to memory.
+    #: Whether outputs are stored from registers, without shared memory.
     direct: bool
     blocks_per_multiprocessor: int
-    #: Powers of two that divide the rows of the input (NCHW) and of the output, at most 16 bytes of elements.
+    #: Powers of two, at most the elements of 16 bytes, that divide the rows of the input (in NCHW) and of the output.
     row_multiple: int
     out_row_multiple: int
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
+        """The fields as constants of the kernel, under their names in capitals."""
         names = (field.name.upper() for field in fields(self))
         return tuple(zip(names, astuple(self), strict=True))
 
     def __str__(self) -> str:
-        return f"{self.tile_h}x{self.tile_w} cells, {self.warps} warps"
+        return f"{self.tile_h}x{self.tile_w} positions, {self.warps} warps"
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product of matrices that one pass over one group is, as forward/narrow_mma_layout.cuh has it."""
+    """The product of matrices that one pass computes for one group, as forward/narrow_mma_layout.cuh defines it."""
 
     passes: int
-    #: Vertical taps, and the input rows from one to the next.
+    #: The vertical taps of a pass, and the input rows from one to the next.
     v: int
     v_step: int
     m_tiles: int
     pairs: int
-    #: Halves of a multiply that the input channels of a group fill.
+    #: The halves of a multiply that the input channels of a group fill.
     group_halves: int
-    #: Pairs of halves that the tiles of M take, all together.
+    #: The pairs of halves of all tiles of M together.
     all_pairs: int
 
 
 def product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product:
+    """Returns the product of one pass; no size of the geometry changes it."""
     return _product(of_any_size(geometry), stacked, columns_fastest)
 
 
@@ -100,31 +103,32 @@ def _product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Produc
 
 
 def packed_bytes(geometry: Geometry, tile: Tile) -> int:
-    """The packed weights of one pass."""
+    """Returns the bytes of the packed weights of one pass."""
     p = product(geometry, tile.stacked, tile.columns_fastest)
     return geometry.groups * p.m_tiles * p.pairs * p.v * tile.parts * FRAGMENT_BYTES
 
 
-def _aligned_to(least: int, modulus: int, rest: int) -> int:
-    return least + (rest - least) % modulus
+def _aligned_to(start: int, modulus: int, rest: int) -> int:
+    """Returns the smallest number, at least ``start``, whose remainder modulo ``modulus`` is ``rest``."""
+    return start + (rest - start) % modulus
 
 
 def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
-    """Elements of the input that travel together."""
+    """Returns the elements of one copy of the input."""
     return power_of_two_dividing(
         geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item
     )
 
 
 def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
-    """(rows, columns, bytes in shared memory) of the input that a tile reads."""
+    """Returns (rows, columns, bytes in shared memory) of the input that a tile reads."""
     p = product(geometry, tile.stacked, tile.columns_fastest)
     _, horizontal = axes(geometry)
     words = geometry.groups * p.group_halves * HALF_CHANNELS * item // 4
     rows = tile.tile_h + (p.v - 1) * p.v_step
     copy = 1 if channels_last else copy_elements(geometry, tile, item, channels_last)
-    lead = horizontal.lowest % copy
-    columns = round_up(lead + tile.tile_w + horizontal.span, copy)
+    left_pad = horizontal.lowest % copy
+    columns = round_up(left_pad + tile.tile_w + horizontal.span, copy)
     pixels = rows * columns
     if channels_last:
         in_shared = pixels * (_aligned_to(words, 8, 4) if item == 2 else _aligned_to(words, 16, 8))
@@ -134,7 +138,8 @@ def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tupl
 
 
 def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
-    """What the compiler needs of a thread without spilling, fitted to its reports, on the safe side."""
+    """Estimates the registers that a thread needs so that nothing spills: fitted to the compiler's reports, and
+    never too few for any of them."""
     p = product(geometry, tile.stacked, tile.columns_fastest)
     rows, columns, _ = halo(geometry, tile, item, channels_last)
     elements = geometry.groups * p.group_halves * HALF_CHANNELS if channels_last else rows
@@ -149,26 +154,31 @@ def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) ->
     return int(72 + sums + 0.6 * window + (4 if channels_last else 9) * slots)
 
 
-def _cell(geometry: Geometry, item: int, channels_last: bool) -> tuple[int, bool]:
-    """Neighbouring elements of a line that belong to a cell, and whether cells are padded apart."""
-    cell = geometry.stride[1] * (geometry.out_channels if channels_last else 1)
-    return cell, channels_last and cell * item % 64 == 0
+def _position_elements(geometry: Geometry, item: int, channels_last: bool) -> tuple[int, bool]:
+    """Returns the neighbouring elements of an output row that belong to one position, and whether there is padding
+    between positions in shared memory."""
+    elements = geometry.stride[1] * (geometry.out_channels if channels_last else 1)
+    return elements, channels_last and elements * item % 64 == 0
 
 
 def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
-    """Elements that one store writes."""
-    cell, padded = _cell(geometry, item, channels_last)
-    most = power_of_two_dividing(cell if padded else tile.tile_w * cell, 16 // item)
+    """Returns the elements of one store."""
+    elements, padded = _position_elements(geometry, item, channels_last)
+    limit = power_of_two_dividing(elements if padded else tile.tile_w * elements, 16 // item)
     return power_of_two_dividing(
-        tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most
+        tile.out_row_multiple * (geometry.out_channels if channels_last else 1), limit
     )
 
 
 def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:
-    """Whether 16 rows of M, not STACKED, are neighbours in memory, in whole sectors, and all pixels have taps."""
+    """Whether the 16 rows of a tile of M, without STACKED, are neighbours in memory and fill whole sectors, and
+    all pixels have taps."""
     vertical, horizontal = axes(geometry)
-    cell, _ = _cell(geometry, item, channels_last)
-    neighbours = cell % 16 == 0 if columns_fastest else channels_last and cell * item % SECTOR_BYTES == 0
+    elements, _ = _position_elements(geometry, item, channels_last)
+    if columns_fastest:
+        neighbours = elements % 16 == 0
+    else:
+        neighbours = channels_last and elements * item % SECTOR_BYTES == 0
     return (
         neighbours
         and geometry.groups == 1
@@ -178,12 +188,12 @@ def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_
 
 
 def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
-    """The shared memory of a block, as csrc/kernels/forward/narrow_mma.cu lays it out."""
+    """Returns the bytes of shared memory of a block, as csrc/kernels/forward/narrow_mma.cu lays it out."""
     weights = packed_bytes(geometry, tile) if tile.resident else 0
     if tile.direct:
         return halo(geometry, tile, item, channels_last)[2] + weights
-    cell, padded = _cell(geometry, item, channels_last)
-    line = round_up(tile.tile_w * (cell * item + 16 * padded), 16)
+    elements, padded = _position_elements(geometry, item, channels_last)
+    line = round_up(tile.tile_w * (elements * item + 16 * padded), 16)
     staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)
     if not channels_last:
         staged = _aligned_to(staged // 4, 32, 4) * 4 * geometry.out_channels

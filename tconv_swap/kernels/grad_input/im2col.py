@@ -1,21 +1,19 @@
-"""Plans of the gradient of the input, strides above 1, from NCHW as it lies (csrc/kernels/grad_input/im2col.cu). Pure
-functions of data."""
+"""Plans the gradient of the input, strides above 1, from NCHW tensors without a layout conversion
+(csrc/kernels/grad_input/im2col.cu). The functions are pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.sizes import divisor, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_tile import UnfoldedTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
-from tconv_swap.kernels.grad_input.implicit_gemm_tma import ELEMENT_KINDS
+from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -33,21 +31,19 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "im2col"
-#: Of a group, on either side: with fewer it was not measured.
-LEAST_CHANNELS = 32
-#: Multiply-adds for each element of grad_output from which copying grad_output to longer rows pays.
-LEAST_MACS_PER_PADDED = 768
+#: The fewest channels of a group, on either side: with fewer it was not measured.
+MIN_CHANNELS = 32
+#: The fewest multiply-adds for each element of grad_output at which copying grad_output to padded rows pays (measured).
+MIN_MACS_PER_PADDED = 768
 _PAD_THREADS = 256
-#: Elements of a thread.
+#: Elements that a thread copies.
 _PAD_EACH = 8
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
-    """Whether the kernel computes the problem."""
+    """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if device.architecture != "sm_90a" or geometry.batch == 0:
-        return False
-    if problem.dtype == torch.float64 or problem.precision not in ELEMENT_KINDS:
+    if not may_load(problem, device):
         return False
     if problem.input_channels_last or problem.output_channels_last or problem.weight_channels_last:
         return False
@@ -56,43 +52,44 @@ def claims(problem: StridedProblem, device: Device) -> bool:
         return False
     if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
-    pixels = geometry.batch * max(geometry.height * geometry.width, problem.cells[0] * problem.cells[1])
+    pixels = geometry.batch * max(
+        geometry.height * geometry.width, problem.positions[0] * problem.positions[1]
+    )
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
 
 
 def aligned(problem: StridedProblem) -> bool:
-    """Whether the copy engine can read grad_output's rows as they lie."""
+    """Returns whether TMA can read grad_output's rows without padding."""
     return problem.geometry.width * problem.item % grad_input_im2col_tile.ALIGNMENT == 0
 
 
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    if channels < LEAST_CHANNELS or not claims(problem, device):
+    if channels < MIN_CHANNELS or not claims(problem, device):
         return []
     grad_output_elements = geometry.batch * geometry.in_channels * geometry.height * geometry.width
     if (
         not aligned(problem)
-        and grad_input_im2col_tile.macs(problem) < LEAST_MACS_PER_PADDED * grad_output_elements
+        and grad_input_im2col_tile.macs(problem) < MIN_MACS_PER_PADDED * grad_output_elements
     ):
         return []
     tiles = grad_input_im2col_choice.choose(problem, device, count)
     return [part_with_tile(problem, tile, device.multiprocessors) for tile in tiles]
 
 
-def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int = 132) -> Part:
-    """The part that computes the problem with this tile."""
-    geometry = problem.geometry
-    works = grad_input_im2col_tile.work_count(problem, tile)
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
+    """Returns the part that computes the problem with this tile."""
+    work_tiles = grad_input_im2col_tile.work_count(problem, tile)
+    count = grad_input_elements(problem)
     split = tile.splits > 1
     partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
     grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)
     kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     main = Launch(
         kernel,
-        grid=min(works, multiprocessors),
+        grid=min(work_tiles, multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0),
@@ -118,9 +115,9 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(layer: StridedProblem, tile: UnfoldedTile) -> tuple[Kernel, int]:
-    """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
-    shared memory that it takes."""
+def _compiled(layer: StridedProblem, tile: Im2colTile) -> tuple[Kernel, int]:
+    """Returns the kernel that computes all sizes of a layer (``of_any_size``), and its bytes of shared memory. A tile
+    of 2 splits stands for any number of splits above 1."""
     shared, split = grad_input_im2col_tile.shared_bytes(layer, tile), tile.splits > 1
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(layer, split),
@@ -134,9 +131,9 @@ def _compiled(layer: StridedProblem, tile: UnfoldedTile) -> tuple[Kernel, int]:
         ("STAGE_CHANNELS", tile.stage_channels),
         ("BOX_H", grad_input_im2col_tile.box_h(layer, tile)),
         ("BOX_W", tile.box_w),
-        ("LEAD", grad_input_im2col_tile.lead(layer, tile)),
+        ("ALIGNMENT_COLUMNS", grad_input_im2col_tile.alignment_columns(layer, tile)),
         ("HALVES", grad_input_im2col_tile.halves(layer, tile)),
-        ("FOLD_W", grad_input_im2col_tile.fold(layer, tile)),
+        ("COLUMN_BLOCK", grad_input_im2col_tile.column_block(layer, tile)),
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
         ("PARTIAL", split),
@@ -156,7 +153,7 @@ def _padded_bytes(problem: StridedProblem) -> int:
 
 
 def _pad_rows(problem: StridedProblem, to: int) -> Launch:
-    """grad_output (float32) with rows that the copy engine can read, in lines that are longer."""
+    """Returns the launch that copies grad_output (float32) to padded rows, which TMA can read."""
     g = problem.geometry
     rows, padded = g.batch * g.in_channels * g.height, _padded_width(problem)
     constants = (("THREADS", _PAD_THREADS), ("EACH", _PAD_EACH))
@@ -169,27 +166,33 @@ def _pad_rows(problem: StridedProblem, to: int) -> Launch:
     )
 
 
-def _grad_output_map(problem: StridedProblem, tile: UnfoldedTile, base: Argument) -> TensorMap:
-    """Columns (folded: so many, and the rest), rows, channels, images."""
+def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) -> TensorMap:
+    """Returns the tensor map of grad_output: columns (two dimensions of them, if they are blocked), rows, channels,
+    images."""
     geometry, item = problem.geometry, problem.item
-    fold = grad_input_im2col_tile.fold(problem, tile)
+    column_block = grad_input_im2col_tile.column_block(problem, tile)
     row = (geometry.width if aligned(problem) else _padded_width(problem)) * item
     plane = geometry.height * row
-    folded = (fold,) if fold > 1 else ()
-    box = (tile.box_w // fold, grad_input_im2col_tile.box_h(problem, tile), tile.stage_channels, tile.images)
+    blocked = (column_block,) if column_block > 1 else ()
+    box = (
+        tile.box_w // column_block,
+        grad_input_im2col_tile.box_h(problem, tile),
+        tile.stage_channels,
+        tile.images,
+    )
     return TensorMap(
         base,
         ELEMENT_KINDS[problem.precision],
-        (*folded, geometry.width // fold, geometry.height, geometry.in_channels, geometry.batch),
-        (*(size * item for size in folded), row, plane, geometry.in_channels * plane),
-        (*folded, *box),
-        (1,) * (len(folded) + len(box)),
+        (*blocked, geometry.width // column_block, geometry.height, geometry.in_channels, geometry.batch),
+        (*(size * item for size in blocked), row, plane, geometry.in_channels * plane),
+        (*blocked, *box),
+        (1,) * (len(blocked) + len(box)),
         swizzle_bytes=0,
     )
 
 
-def _weight_map(problem: StridedProblem, tile: UnfoldedTile) -> TensorMap:
-    """Channels of the output with their taps, channels of the input, groups."""
+def _weight_map(problem: StridedProblem, tile: Im2colTile) -> TensorMap:
+    """Returns the tensor map of the weight: channels of the output with their taps, channels of the input, groups."""
     geometry = problem.geometry
     row = geometry.in_channels_per_group * geometry.taps
     channels = geometry.out_channels_per_group

@@ -1,8 +1,9 @@
-"""Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
-kernels (forward/stride1.py, forward/implicit_gemm.py), else what the copy engine can bring by
-grad_input/implicit_gemm_tma.py (channels_last)
-and grad_input/im2col.py (NCHW), and the rest by csrc/kernels/grad_input/implicit_gemm_wgmma.cu and
-grad_input/implicit_gemm_mma.cu. Pure functions of data."""
+"""Plans the gradient of the input on tensor cores, which is a convolution of grad_output. The functions are pure.
+
+At stride 1 the kernels of the forward pass compute it (forward/stride1.py, forward/implicit_gemm.py). At other strides
+grad_input/implicit_gemm_tma.py (channels_last) and grad_input/im2col.py (NCHW) compute what TMA can load, and
+csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu compute the rest.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_classes import choose
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
-    FILL_THREADS,
+    PRODUCER_THREADS,
     Tile,
     TileProblem,
     block_count,
@@ -25,12 +26,12 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
-from tconv_swap.kernels.grad_input.implicit_gemm_choice import fill_ahead, fill_share
+from tconv_swap.kernels.grad_input.implicit_gemm_choice import phases_ahead, producer_registers
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     as_convolution,
-    fill_registers,
-    multiplying_threads,
+    consumer_threads,
+    copy_registers,
     of_any_size,
     shared_bytes,
     tile_registers,
@@ -51,15 +52,15 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "implicit_gemm"
-#: Of one block: beyond it, one multiply for each tap and step is too much code.
-MOST_TAPS = 64
-#: Of an axis: a place of the input has a bit for each.
-MOST_PHASES = 16
+#: The most taps of a kernel: with more, a multiply for each tap and step of k is too much code.
+MAX_TAPS = 64
+#: The most phases of an axis that have taps: a copy of the input has a bit for each.
+MAX_PHASES = 16
 
 
 @lru_cache(maxsize=256)
 def plan_grad_input(problem: Problem, device: Device) -> Part | None:
-    """The halo-tile part, or None for what it does not claim.
+    """Returns the fastest part, or None for a problem that no kernel of the family computes.
 
     Inputs: grad_output (16-byte aligned), input, weight. Output: the gradient of the input. Workspace: the packed
     weights (IEEE float32: both of their parts), their channels rounded up to whole tiles, and where the sum over
@@ -70,7 +71,7 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
 
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
         posed = as_forward(problem)
@@ -88,7 +89,7 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
             for one in made[:count]
         ]
     copied = []
-    # Not measured for a map of one pixel, which has no stride.
+    # A map of one pixel has no stride; these families were not measured for it.
     if problem.geometry.stride != (1, 1):
         for family in (grad_input_tma, grad_input_im2col):
             copied += family.part_candidates(convolution, device, max(1, count // 2))
@@ -102,8 +103,9 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
 
 
 def as_forward(problem: Problem) -> TileProblem:
-    """At stride 1 the gradient is itself a transposed convolution: of grad_output, with the weight's channels
-    exchanged and its taps backwards. Its padding may be negative, which the kernels allow."""
+    """Returns the problem as a forward pass. At stride 1 the gradient is itself a transposed convolution: of
+    grad_output, with the weight's channels exchanged and its taps backwards. Its padding may be negative, which the
+    kernels allow."""
     geometry = problem.geometry
     padding = tuple(
         d * (k - 1) - p for d, k, p in zip(geometry.dilation, geometry.kernel, geometry.padding, strict=True)
@@ -133,27 +135,27 @@ def as_forward(problem: Problem) -> TileProblem:
 
 
 def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
-    """Launches that read (input, weight, bias), made to read (grad_output, input, weight)."""
+    """Returns launches that read (input, weight, bias), changed so that they read (grad_output, input, weight)."""
 
     def placed(argument: Argument) -> Argument:
-        # The bias is never read: where a kernel expects it, it gets the weight.
+        # No kernel reads the bias; one that expects an argument for it gets the weight.
         return input_(2) if argument == input_(1) else argument
 
     return tuple(with_operands(launch, placed) for launch in launches)
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
-    """Whether the kernels for strides compute the problem, and better than the general ones."""
+    """Returns whether the kernels for strides compute the problem, and faster than the general kernel."""
     return (
         forward_implicit_gemm.claims(problem, device)
-        and max(len(used) for used in problem.phases_used) <= MOST_PHASES
-        and problem.geometry.taps <= MOST_TAPS
+        and max(len(used) for used in problem.phases_used) <= MAX_PHASES
+        and problem.geometry.taps <= MAX_TAPS
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What of a part no size changes: the kernels, and what they take of memory."""
+    """The part of a plan that is the same for all sizes: its kernels, and the bytes of memory that they take."""
 
     main: Kernel
     shared_bytes: int
@@ -163,7 +165,7 @@ class Compiled:
 
 @lru_cache(maxsize=4096)
 def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
-    """Of a layer whatever its sizes (``of_any_size``), with any number of splits above 1."""
+    """Returns the kernels of a layer (``of_any_size``); a tile of 2 splits stands for any number of splits above 1."""
     pack, packed_bytes = forward_implicit_gemm.pack_launch(_as_packed(layer), tile)
     shared = shared_bytes(layer, tile)
     name = "grad_input_implicit_gemm_wgmma" if tile.wgmma else "grad_input_implicit_gemm_mma"
@@ -175,9 +177,9 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
     )
     if tile.wgmma:
         constants += (
-            ("FILL_WARPS", FILL_THREADS // 32),
-            ("FILL_REGISTERS", fill_share(tile)),
-            ("FILL_AHEAD", fill_ahead(layer, tile)),
+            ("PRODUCER_WARPS", PRODUCER_THREADS // 32),
+            ("PRODUCER_REGISTERS", producer_registers(tile)),
+            ("PHASES_AHEAD", phases_ahead(layer, tile)),
             ("M_PARTS", tile.m_parts),
         )
     kernel = Kernel(
@@ -187,15 +189,15 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
 
 
 def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
-    """The part that computes the problem with this tile."""
+    """Returns the part that computes the problem with this tile."""
     geometry = problem.geometry
     compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     packed_bytes = compiled.packed_bytes
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    grid, block = block_count(problem, tile), multiplying_threads(tile)
+    grid, block = block_count(problem, tile), consumer_threads(tile)
     if tile.wgmma:
-        # Blocks stay and work on one tile after another.
-        grid, block = min(grid, multiprocessors * tile.blocks_per_multiprocessor), block + FILL_THREADS
+        # Blocks are persistent: each computes one tile after another.
+        grid, block = min(grid, multiprocessors * tile.blocks_per_multiprocessor), block + PRODUCER_THREADS
     main = Launch(
         compiled.main,
         grid=grid,
@@ -222,18 +224,20 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
 
 
 def _spills(problem: StridedProblem, tile: Tile) -> bool:
-    """Three products need registers of their own, and so does rounding fragments to TF32; of a thread's 168 registers
-    in grad_input/implicit_gemm_wgmma.cu 128 may be sums, or half of them on their way to a stage."""
+    """Returns whether the compiler may spill registers. Three products need registers of their own, and so does
+    rounding
+    fragments to TF32. In grad_input/implicit_gemm_wgmma.cu 128 of a thread's 168 registers may be accumulators, or half
+    of them may hold elements on their way to a stage."""
     if problem.precision == "IEEE":
         return True
     if not tile.wgmma:
         return problem.precision == "TF32" or tile_registers(problem, tile) > 100
-    carried = fill_registers(problem, tile, fill_ahead(problem, tile))
+    carried = copy_registers(problem, tile, phases_ahead(problem, tile))
     return 4 * tile.warp_fragments * tile.m_parts >= 128 or carried > 56
 
 
 def _as_packed(problem: StridedProblem) -> TileProblem:
-    """What forward/implicit_gemm_pack.cu is told: its phase groups are the slices."""
+    """Returns the problem that forward/implicit_gemm_pack.cu gets: its phase groups are the phases of grad_output."""
     return TileProblem(
         replace(problem.geometry, stride=problem.step, padding=(0, 0)),
         problem.dtype,

@@ -1,8 +1,8 @@
-"""Which tiles of csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu a layer has,
-whatever its sizes: at most four; and which of them computes one size. Pure functions of data.
+"""Chooses the tiles of csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu: at most four
+for all sizes of a layer, and one of them for each size. The functions are pure.
 
-A schedule is the tile that is expected to be the fastest for a size that stands for its class; a size takes the
-schedule that covers its map with the fewest cells too many.
+A schedule is the tile that is expected to be the fastest for the size that represents a class of sizes. A size takes
+the schedule whose tiles cover its map with the fewest surplus positions.
 """
 
 from __future__ import annotations
@@ -13,53 +13,55 @@ from functools import lru_cache
 from itertools import islice, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_classes import HANDICAP_SMALL
-from tconv_swap.kernels.forward.implicit_gemm_layout import FILL_THREADS, Tile, block_count
+from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
-    fill_registers,
-    multiplying_threads,
+    consumer_threads,
+    copy_registers,
     of_any_size,
+    phase_taps,
     shared_bytes,
     sized,
-    slice_taps,
     tile_registers,
 )
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_tile
+from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_implicit_gemm
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
-#: Of a thread of grad_input/implicit_gemm_mma.cu, by the count of tile_registers: beyond it the compiler spills.
-MOST_TILE_REGISTERS = 150
-#: The same with three products, beyond which it was seen to spill.
-MOST_IEEE_REGISTERS = 64
-#: Of grad_input/implicit_gemm_wgmma.cu: a place of the input has a bit for each.
-MOST_SLICES = 16
-#: With three products, more are more code than ptxas finds registers for: of a plan with 20 slices, which spilled 6 KB,
-#: the result was wrong on an H200 (and right in emulation). Up to 4 all were right.
-MOST_IEEE_SLICES = 4
-#: Of a filling thread's registers of grad_input/implicit_gemm_wgmma.cu, those that carry no input.
-FILL_OVERHEAD = 64
-#: Of those that do, where finding the places takes registers as well: beyond it the compiler spills.
-MOST_FILL_REGISTERS = 64
-#: Of a multiplying thread's, those that are no sums.
-SUM_OVERHEAD = 48
-#: Images, rows and columns of the maps of grad_input that stand for large ones, for those of which large tiles leave
-#: multiprocessors idle, for those of which all do, and for small ones; the same of maps of one row; and of one pixel.
+#: The most registers of a thread of grad_input/implicit_gemm_mma.cu, as tile_registers counts them: with more the
+#: compiler spills.
+MAX_TILE_REGISTERS = 150
+#: The same with three products: with more it was seen to spill.
+MAX_IEEE_REGISTERS = 64
+#: The most phases that are stages of their own in grad_input/implicit_gemm_wgmma.cu: a copy of the input has a bit for
+#: each.
+MAX_PHASE_STAGES = 16
+#: The same with three products: for more ptxas does not find registers. A plan with 20 phases spilled 6 KB, and its
+#: result was wrong on an H200 (and right in emulation). All plans with up to 4 were right.
+MAX_IEEE_PHASE_STAGES = 4
+#: Registers of a producer thread of grad_input/implicit_gemm_wgmma.cu that hold no input.
+PRODUCER_OVERHEAD = 64
+#: The most registers that hold input where addresses take registers as well: with more the compiler spills.
+MAX_COPY_REGISTERS = 64
+#: Registers of a consumer thread that are no accumulators.
+CONSUMER_OVERHEAD = 48
+#: Images, rows and columns of the maps of grad_input that represent large maps, maps of which large tiles leave
+#: multiprocessors idle, maps of which all tiles do, and small maps; the same for maps of one row, and for one pixel.
 LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
-#: By what a cell counts for more that mma.sync multiplies: three products took 1.6 times as long by it.
+#: How much more a position counts that mma.sync multiplies: three products took 1.6 times as long with it.
 HANDICAP_MMA = 1.6
-#: Channels of the layer's input in a group from which on maps of 4 x 4 come before those of 8 x 8.
+#: Input channels of a group above which maps of 4 x 4 come before maps of 8 x 8.
 MANY_CHANNELS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one kernel computes. ``problem``: of the size that stands for the class. ``few``: for sizes that leave
-    multiprocessors idle otherwise. ``handicap``: what a cell of it costs, compared with the first schedule's."""
+    """A tile for a class of sizes. ``problem``: of the size that represents the class. ``few``: for sizes that leave
+    multiprocessors idle otherwise. ``handicap``: the cost of a position, relative to the first schedule."""
 
     problem: StridedProblem
     tile: Tile
@@ -67,36 +69,36 @@ class Schedule:
     handicap: float = 1.0
 
     def legal(self, problem: StridedProblem) -> bool:
-        """Whether the kernel is right for this size."""
+        """Returns whether the kernel computes this size correctly."""
         if self.problem.aligned and not problem.can_be_aligned:
             return False
-        if self.problem.even and problem.cells[1] % 2:
+        if self.problem.even and problem.positions[1] % 2:
             return False
-        tile, (cells_h, cells_w) = self.tile, problem.cells
-        if tile.wgmma and tile.cols < 8 and cells_w > tile.cols:
+        tile, (positions_h, positions_w) = self.tile, problem.positions
+        if tile.wgmma and tile.cols < 8 and positions_w > tile.cols:
             return False
         # Offsets from a tile's first image are counted in 32 bits.
         geometry = problem.geometry
         image_bytes = geometry.in_channels * geometry.height * geometry.width * problem.item
-        images = 1 + ceil_div(tile.cols, cells_h * cells_w) if problem.flat else tile.images
+        images = 1 + ceil_div(tile.cols, positions_h * positions_w) if problem.flat else tile.images
         return images * image_bytes < INT32_LIMIT
 
     def multiplied(self, problem: StridedProblem) -> float:
-        """Cells that the tiles of this size have, the empty ones too, counted in those of the first schedule."""
-        tile, batch, (rows, cols) = self.tile, problem.geometry.batch, problem.cells
+        """Returns how many positions the tiles of this size have, with those outside of the map, times the handicap."""
+        tile, batch, (rows, cols) = self.tile, problem.geometry.batch, problem.positions
         if problem.flat:
             return self.handicap * round_up(batch * rows * cols, tile.cols)
-        cells = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
-        return self.handicap * cells
+        positions = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
+        return self.handicap * positions
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tuple[StridedProblem, Tile]]:
-    """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more
-    are asked for, those that are expected to be the fastest for this very size."""
+    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first. They are tiles of the
+    layer's schedules, followed, if ``count`` is larger, by those expected to be the fastest for this very size."""
     legal = [one for one in schedules(of_any_size(problem), device) if one.legal(problem)]
     if not legal:
         return []
-    # Those of aligned rows are the faster of equals.
+    # Of equals, those of aligned rows are faster.
     legal.sort(key=lambda one: not one.problem.aligned)
 
     def idle(one: Schedule) -> bool:
@@ -109,7 +111,7 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
     posed = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
     found = [(posed, _for_size(best.tile, problem, device))]
     if count > 1:
-        posed = replace(problem, aligned=problem.can_be_aligned, even=problem.cells[1] % 2 == 0)
+        posed = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
         others = (Schedule(posed, tile) for tile in candidates(posed, device))
         found += [(posed, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
     return list(dict.fromkeys(found))[:count]
@@ -125,10 +127,10 @@ def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:
 
 @lru_cache(maxsize=1024)
 def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
-    """The kernels of a layer (``of_any_size``), the one that computes any size first."""
+    """Returns the schedules of a layer (``of_any_size``), the one that computes any size first."""
     found: dict[tuple[bool, Tile], Schedule] = {}
     for one in _classes(layer, device):
-        if len(found) == share_of_tile(layer, device):
+        if len(found) == share_of_implicit_gemm(layer, device):
             break
         kind = one.tile if one.tile.splits == 1 else replace(one.tile, splits=2)
         found.setdefault((one.problem.aligned, kind), one)
@@ -136,7 +138,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
 
 
 def _classes(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
-    """One after another, those first that any layer needs."""
+    """Yields the schedules of all classes, those first that every layer needs."""
     geometry = layer.geometry
     one_row = geometry.kernel[0] == layer.step[0] == 1
     large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
@@ -144,7 +146,8 @@ def _classes(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
     def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
         posed = replace(sized(layer, *size), aligned=aligned)
         for tile in islice(candidates(posed, device), 1):
-            # Warps store pairs of columns by themselves there; of wgmma they ask at run time.
+            # With mma.sync, warps store pairs of columns if this constant allows it; with wgmma they test it at run
+            # time.
             posed = replace(posed, even=aligned and not tile.wgmma)
             handicap = (HANDICAP_SMALL if size in SMALL else 1.0) * (1.0 if tile.wgmma else HANDICAP_MMA)
             yield Schedule(posed, tile, few, handicap)
@@ -163,18 +166,19 @@ def _classes(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
         yield from (*made(MIDDLE), *made(large, aligned=True))
         yield from (*made(MIDDLE, aligned=True, few=True), *made(few, few=True))
     if not (layer.flat or one_row):
-        # Layers of many channels see smaller maps.
+        # Layers of many channels have smaller maps.
         for size in SMALL[:: -1 if geometry.out_channels_per_group > MANY_CHANNELS else 1]:
             yield from made(size)
 
 
 def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
-    """Tiles worth trying, the one expected to be fastest first (docs/kernels/grad_input.md says what was measured)."""
+    """Yields tiles, the one expected to be the fastest first (docs/kernels/grad_input/implicit_gemm.md has the
+    measurements)."""
 
     def fits(tile: Tile) -> bool:
-        if tile.wgmma and fill_registers(problem, tile, 1) > _fill_room(problem, tile):
+        if tile.wgmma and copy_registers(problem, tile, 1) > _copy_registers(problem, tile):
             return False
-        if not tile.wgmma and tile_registers(problem, tile) > MOST_TILE_REGISTERS:
+        if not tile.wgmma and tile_registers(problem, tile) > MAX_TILE_REGISTERS:
             return False
         blocks = tile.blocks_per_multiprocessor
         return blocks * (shared_bytes(problem, tile) + 1024) <= device.shared_memory_per_block + 1024
@@ -185,16 +189,17 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     tiles += _mma_tiles(problem)
     tiles = [_split(problem, tile, device.multiprocessors) for tile in tiles]
     tiles = [tile for tile in tiles if fits(tile)]
-    # Three products of mma.sync in NCHW, where many registers spill (measured on Hopper alone).
+    # Three products of mma.sync in NCHW spill many registers (measured on Hopper only).
     narrow = not any(tile.wgmma for tile in tiles) and not problem.input_channels_last
     crowds = narrow and problem.precision == "IEEE" and device.architecture == "sm_90a"
-    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all. Of the others
-    # those first that wgmma multiplies, and in NCHW those that need not be added up.
+    # Tiles that leave multiprocessors idle come last. Of the others those of wgmma come first, and in NCHW those
+    # without
+    # splits.
     tiles.sort(
         key=lambda tile: (
             4 * block_count(problem, tile) < 3 * device.multiprocessors,
             not tile.wgmma,
-            crowds and tile_registers(problem, tile) > MOST_IEEE_REGISTERS,
+            crowds and tile_registers(problem, tile) > MAX_IEEE_REGISTERS,
             crowds and tile.splits == 1 and tile.blocks_per_multiprocessor == 1,
             0 if problem.input_channels_last else tile.splits,
         )
@@ -202,34 +207,36 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     yield from dict.fromkeys(tiles)
 
 
-def fill_share(tile: Tile) -> int:
-    """Registers that grad_input/implicit_gemm_wgmma.cu leaves to a thread that fills: what those that multiply do
-    without."""
-    multiplying = multiplying_threads(tile)
-    registers = forward_choice.REGISTERS // tile.blocks_per_multiprocessor
-    spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + SUM_OVERHEAD)
-    return min(255, registers // (FILL_THREADS + multiplying), max(24, spare // FILL_THREADS)) // 8 * 8
+def producer_registers(tile: Tile) -> int:
+    """Returns how many registers a producer thread of grad_input/implicit_gemm_wgmma.cu has: those that the consumers
+    do not need."""
+    multiplying = consumer_threads(tile)
+    registers = forward_fit.REGISTERS // tile.blocks_per_multiprocessor
+    spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + CONSUMER_OVERHEAD)
+    return (
+        min(255, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS)) // 8 * 8
+    )
 
 
-def _fill_room(problem: StridedProblem, tile: Tile) -> int:
-    """Registers of a filling thread that may hold places and what is on its way there."""
-    plain = problem.flat and len(slice_taps(problem)) <= 4
-    return min(fill_share(tile) - FILL_OVERHEAD, 104 if plain else MOST_FILL_REGISTERS)
+def _copy_registers(problem: StridedProblem, tile: Tile) -> int:
+    """Returns how many registers of a producer thread may hold addresses and elements on their way to a stage."""
+    plain = problem.flat and len(phase_taps(problem)) <= 4
+    return min(producer_registers(tile) - PRODUCER_OVERHEAD, 104 if plain else MAX_COPY_REGISTERS)
 
 
-def fill_ahead(problem: StridedProblem, tile: Tile) -> int:
-    """Slices that grad_input/implicit_gemm_wgmma.cu has on their way: as many as registers hold, and as slices repeat
-    by."""
-    slices, room = len(slice_taps(problem)), _fill_room(problem, tile)
+def phases_ahead(problem: StridedProblem, tile: Tile) -> int:
+    """Returns how many phases grad_input/implicit_gemm_wgmma.cu loads ahead: as many as registers hold, and as divide
+    the number of phases."""
+    slices, room = len(phase_taps(problem)), _copy_registers(problem, tile)
     return max(
         ahead
         for ahead in (1, 2, 3, 4)
-        if ahead == 1 or (slices % ahead == 0 and fill_registers(problem, tile, ahead) <= room)
+        if ahead == 1 or (slices % ahead == 0 and copy_registers(problem, tile, ahead) <= room)
     )
 
 
 def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
-    """The same tile, with the sum over channels split over several blocks when there are few tiles."""
+    """Returns the tile with the sum over channels split over several blocks if there are few tiles (split_k)."""
     geometry = problem.geometry
     chunks, blocks = ceil_div(problem.words, tile.chunk_words), block_count(problem, tile)
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -244,62 +251,68 @@ def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
 def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
     geometry = problem.geometry
     channels = geometry.out_channels_per_group
-    if len(slice_taps(problem)) > (MOST_IEEE_SLICES if problem.precision == "IEEE" else MOST_SLICES):
+    if len(phase_taps(problem)) > (
+        MAX_IEEE_PHASE_STAGES if problem.precision == "IEEE" else MAX_PHASE_STAGES
+    ):
         return
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return
-    # Warpgroups over channels and over cells, registers of sums for 64 channels, times 64 channels of a warpgroup.
-    broad, wide, tall, long, short = (
+    # Warpgroups over channels and over positions, accumulators of a thread for 64 channels, and how many times 64
+    # channels
+    # a warpgroup has.
+    wide_m4, wide, tall, long, short = (
         (4, 1, 64, 2),
         (2, 1, 128, 1),
         (2, 1, 64, 1),
         (1, 2, 128, 1),
         (1, 2, 64, 1),
     )
-    narrow_map = not problem.flat and problem.cells[1] <= 4
+    narrow_map = not problem.flat and problem.positions[1] <= 4
     if channels <= 64:
         order = [long, short]
     elif problem.flat:
-        order = [broad, wide, tall] if channels > 128 else [wide, tall]
+        order = [wide_m4, wide, tall] if channels > 128 else [wide, tall]
     elif problem.input_channels_last:
-        order = [broad, tall, wide] if channels > 128 and not narrow_map else [tall, wide]
+        order = [wide_m4, tall, wide] if channels > 128 and not narrow_map else [tall, wide]
     else:
         order = [wide, tall]
     if problem.precision == "IEEE":
-        # Each sum has another beside it that collects three products.
+        # Each accumulator has another beside it that collects three products.
         order = [shape for shape in order if shape[2] * shape[3] == 64]
     rows: tuple[int, ...] = (16, 8)
     if narrow_map:
-        if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8:
+        if problem.positions[1] < 2 or problem.positions[0] * problem.positions[1] < 8:
             return
         rows = (1,)
     for (groups_m, groups_n, registers, m_parts), most_rows in product(order, rows):
-        arranged = forward_choice.arrange(problem, registers // 4, groups_n, most_rows)
-        along_row = problem.flat or arranged[4] == 1
-        run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
+        fragments_of = forward_fit.tile_fragments(problem, registers // 4, groups_n, most_rows)
+        along_row = problem.flat or fragments_of[4] == 1
+        run = fragments_of[3] if narrow_map else fragments_of[5] if along_row else fragments_of[4]
         if run < 4:
             continue
         for chunk_words, stages in product((16, 8), (8, 6, 4, 3, 2)):
             tile = Tile(
                 4 * groups_m,
                 1,
-                *arranged,
+                *fragments_of,
                 chunk_words,
                 stages,
                 1,
                 wgmma=True,
                 m_parts=m_parts,
-                part_channels=16,
+                subtile_channels=16,
             )
-            # Longer runs of channels pay only where two slices can be on their way, and hardly with three products.
+            # Longer chunks of channels pay only where two phases can be loaded ahead, and hardly with three products.
             worth = problem.input_channels_last and problem.flat if problem.precision == "IEEE" else True
-            if chunk_words == 8 or (worth and chunk_words <= problem.words and fill_ahead(problem, tile) > 1):
+            if chunk_words == 8 or (
+                worth and chunk_words <= problem.words and phases_ahead(problem, tile) > 1
+            ):
                 yield tile
 
 
 def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
     tiles_of_channels = ceil_div(problem.geometry.out_channels_per_group, 16)
-    # 32 fragments of sums are 128 registers; three products want some for themselves.
+    # 32 fragments of accumulators are 128 registers; three products need some for themselves.
     ieee = problem.precision == "IEEE"
     budget = 16 if ieee else 32
     most_m = min(4, tiles_of_channels)
@@ -308,12 +321,12 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         for warps_m in (4, 2, 1):
             if warps_m > 1 and tiles_of_channels < 2 * warps_m * warp_m_tiles:
                 continue
-            for cells in (fragments, fragments // 2, fragments // 4, fragments // 8):
-                if cells < 2:
+            for positions in (fragments, fragments // 2, fragments // 4, fragments // 8):
+                if positions < 2:
                     continue
-                arranged = forward_choice.arrange(problem, cells, 4 // warps_m, 4)
+                fragments_of = forward_fit.tile_fragments(problem, positions, 4 // warps_m, 4)
                 for chunk_words in (16, 8):
                     if chunk_words > max(8, problem.words):
                         continue
                     for stages, blocks in ((3, 2), (2, 2), (3, 1), (2, 1)):
-                        yield Tile(warps_m, warp_m_tiles, *arranged, chunk_words, stages, blocks)
+                        yield Tile(warps_m, warp_m_tiles, *fragments_of, chunk_words, stages, blocks)

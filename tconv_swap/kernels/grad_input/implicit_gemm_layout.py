@@ -1,5 +1,5 @@
-"""What csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu compute with one tile, and
-the memory that it takes."""
+"""The gradient of the input as a convolution of grad_output, and the shared memory and registers that a tile of
+csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tconv_swap.kernels.common.schedules import (
     SIZES_OF_ONE_ROW,
     UNUSUAL,
 )
-from tconv_swap.kernels.forward.implicit_gemm_layout import FILL_THREADS, Tile, TileProblem, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     STEP_WORDS,
     TAP_TILE_BYTES,
@@ -27,16 +27,16 @@ from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import ELEMENT_TYPES, Constant
 
-#: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy, at most. Of so
-#: many cells and no output_padding.
+#: Aligned rows of an NCHW grad_output are multiples of so many columns, at most those of one copy, if they belong to so
+#: many positions and there is no output_padding.
 ALIGNED_COLUMNS, ALIGNED_CELLS = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
 class StridedProblem(TileProblem):
-    """A gradient of the input as the kernels see it: a convolution of grad_output. ``geometry`` has the channels
-    exchanged, grad_output's size as input and grad_input's as output, the layer's padding, and stride 1; what the
-    taps of neighbouring outputs lie apart is ``step``, the layer's stride."""
+    """The gradient of the input as a convolution of grad_output. ``geometry`` has the channels exchanged, grad_output's
+    size as input and grad_input's as output, the layer's padding, and stride 1. ``step``, the layer's stride, is the
+    distance between the taps of neighbouring positions (pixels of grad_input)."""
 
     step: Pair = (1, 1)
 
@@ -45,41 +45,41 @@ class StridedProblem(TileProblem):
 
     @property
     def row_multiple(self) -> int:
-        """What divides the columns of grad_output, whatever the size, and with ``flat`` the columns that the cells of a
-        row have there."""
+        """Returns a number that divides the columns of grad_output at every size, and with ``flat`` the columns that
+        the positions of a row have there."""
         return self.aligned_columns if self.aligned else 1
 
     @property
     def aligned_columns(self) -> int:
-        """Columns of grad_output of which aligned rows are multiples: what divides those that most layers have. Where
-        these are odd, layers have an output_padding, and any power of two may divide them."""
+        """Returns the number of columns of which aligned rows of grad_output are multiples: it divides the columns that
+        most layers have. If these are odd, layers have an output_padding, and any power of two may divide them."""
         columns = (ALIGNED_CELLS - 1) * self.step[1] + self.reach[1] + 1 - 2 * self.geometry.padding[1]
         return ALIGNED_COLUMNS if columns % 2 else power_of_two_dividing(columns, ALIGNED_COLUMNS)
 
     @property
     def out_row_multiple(self) -> int:
-        """What divides the columns of grad_input, whatever the size."""
+        """Returns a number that divides the columns of grad_input at every size."""
         return 2 if self.even else 1
 
     @property
     def even_columns(self) -> bool:
-        """The same of cells."""
+        """Returns whether rows have an even number of positions."""
         return self.even
 
     @property
     def can_be_aligned(self) -> bool:
-        """Whether ``aligned`` is true of this size."""
-        spanned = self.cells[1] * self.step[1] if self.flat else 0
+        """Returns whether ``aligned`` holds for this size."""
+        spanned = self.positions[1] * self.step[1] if self.flat else 0
         return not self.input_channels_last and (self.geometry.width | spanned) % self.aligned_columns == 0
 
     @property
     def flat(self) -> bool:
-        """Each input pixel meets one output pixel at most, and none lies outside the input."""
-        return self.geometry.padding == (0, 0) and self.most_shift == (0, 0)
+        """Returns whether each input pixel meets at most one output pixel, and none lies outside the input."""
+        return self.geometry.padding == (0, 0) and self.max_shift == (0, 0)
 
     @property
     def phases_used(self) -> tuple[list[int], list[int]]:
-        """Of each axis, the phases of grad_output that have taps."""
+        """Returns the phases of grad_output that have taps, for each axis."""
         rows, cols = (
             sorted({k * dilation % step for k in range(kernel)})
             for kernel, dilation, step in zip(
@@ -90,19 +90,20 @@ class StridedProblem(TileProblem):
 
     @property
     def reach(self) -> Pair:
-        """Pixels of grad_output from the first tap to the last."""
+        """Returns the pixels of grad_output from the first tap to the last, for each axis."""
         (kh, kw), (dh, dw) = self.geometry.kernel, self.geometry.dilation
         return (kh - 1) * dh, (kw - 1) * dw
 
     @property
-    def most_shift(self) -> Pair:
+    def max_shift(self) -> Pair:
+        """Returns the greatest shift of a tap within the image of its phase, for each axis."""
         return self.reach[0] // self.step[0], self.reach[1] // self.step[1]
 
 
 def as_convolution(problem: Problem) -> StridedProblem:
-    """The gradient of the input, for any stride."""
+    """Returns the gradient of the input as a convolution, for any stride."""
     geometry = problem.geometry
-    # Nothing depends on the stride there; with stride = kernel, every tap is a phase of its own.
+    # For one pixel nothing depends on the stride; with stride = kernel, every tap is a phase of its own.
     one_pixel = geometry.height == geometry.width == 1 and has_another_step(geometry)
     step = geometry.kernel if one_pixel else geometry.stride
     swapped = Geometry(
@@ -116,7 +117,7 @@ def as_convolution(problem: Problem) -> StridedProblem:
         dilation=geometry.dilation,
         groups=geometry.groups,
     )
-    # Whatever makes the convolution's output the size of the gradient, by Geometry's formula.
+    # The output_padding that gives the convolution's output the size of the gradient, by Geometry's formula.
     missing = (geometry.height - swapped.out_height, geometry.width - swapped.out_width)
     posed = make_problem(
         swapped,
@@ -141,29 +142,29 @@ def as_convolution(problem: Problem) -> StridedProblem:
 
 
 def has_another_step(geometry: Geometry) -> bool:
-    """Whether a map of one pixel is computed with a step that is not the layer's stride."""
+    """Returns whether a map of one pixel is computed with a step that is not the layer's stride."""
     plain = (geometry.padding, geometry.dilation) == ((0, 0), (1, 1))
     return plain and geometry.kernel != geometry.stride
 
 
 def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:
-    """The same layer with another grad_input, of the least grad_output."""
+    """Returns the problem of the same layer for another size of grad_input, with the smallest grad_output."""
     geometry, pairs = (
         problem.geometry,
         zip(problem.step, problem.reach, problem.geometry.padding, strict=True),
     )
-    # Of each axis: the pixels of grad_output, and what makes the convolution's output as large as it should be.
+    # For each axis: the pixels of grad_output, and the output_padding that gives the convolution's output its size.
     found = []
-    for cells, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
-        pixels = max(1, (cells - 1) * step + reach + 1 - 2 * padding)
-        found.append((pixels, cells - (pixels + reach - 2 * padding)))
+    for positions, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
+        pixels = max(1, (positions - 1) * step + reach + 1 - 2 * padding)
+        found.append((pixels, positions - (pixels + reach - 2 * padding)))
     (height, missing_h), (width, missing_w) = found
     posed = replace(geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w))
     return replace(problem, geometry=posed)
 
 
 def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
-    """The sizes that stand for all of a layer, and what each counts for."""
+    """Returns the sizes that represent all sizes of a layer, and the weight of each."""
     channels, (least, most) = layer.geometry.out_channels_per_group, CHANNEL_COLUMNS
     sizes: tuple[tuple[int, int, int], ...]
     if layer.one_pixel or layer.geometry.kernel[0] == layer.step[0] == 1:
@@ -180,18 +181,19 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
 
 @lru_cache(maxsize=256)
 def of_any_size(problem: StridedProblem) -> StridedProblem:
-    """The same for all sizes of a layer, but that a map of one pixel may have another step (``as_convolution``)."""
+    """Returns a problem that is the same for all sizes of a layer. A map of one pixel may have another step than the
+    others (``as_convolution``)."""
     side = 1 if problem.one_pixel else 64
     return sized(problem, 1, side, side)
 
 
 def through_registers(problem: StridedProblem, tile: Tile) -> bool:
-    """Whether copies to shared memory pass through registers."""
+    """Returns whether copies to shared memory go through registers."""
     return tile.wgmma or (problem.item == 2 and not problem.input_channels_last)
 
 
 def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
-    """Elements of one copy to shared memory."""
+    """Returns how many elements one copy to shared memory has."""
     if problem.input_channels_last:
         return power_of_two_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
     if not through_registers(problem, tile):
@@ -201,8 +203,9 @@ def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
     )
 
 
-def slice_taps(problem: StridedProblem) -> list[int]:
-    """Taps of each slice: of one phase of rows, and in channels_last of columns."""
+def phase_taps(problem: StridedProblem) -> list[int]:
+    """Returns how many taps each phase has that is a stage of its own: a phase of rows, in channels_last of rows and
+    columns."""
     counts = []
     for axis in (0, 1):
         kernel, dilation = problem.geometry.kernel[axis], problem.geometry.dilation[axis]
@@ -220,8 +223,9 @@ def slice_taps(problem: StridedProblem) -> list[int]:
 
 
 def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
-    """Rows of a slice that a tile copies, its columns, and of these those before the first cell's."""
-    step, reach, shift = problem.step[1], problem.reach[1], problem.most_shift
+    """Returns the rows of a phase that a tile copies, their columns, and how many of these are there for alignment,
+    before the first position's."""
+    step, reach, shift = problem.step[1], problem.reach[1], problem.max_shift
     rows, cols = tile.rows + shift[0], tile.cols
     if problem.input_channels_last:
         return rows, cols + shift[1], 0
@@ -231,14 +235,15 @@ def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
         return rows, round_up(max(1, columns), copy), 0
     if problem.flat:
         return rows, cols * step, 0
-    lead = -problem.geometry.padding[1] % copy
-    return rows, round_up(lead + step * (cols - 1) + reach + 1, copy), lead
+    alignment_columns = -problem.geometry.padding[1] % copy
+    return rows, round_up(alignment_columns + step * (cols - 1) + reach + 1, copy), alignment_columns
 
 
 def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
-    """Shared memory of one block; mirrors grad_input/implicit_gemm_layout.cuh, which asserts that they agree."""
-    step, shift = problem.step[1], problem.most_shift
-    copied_rows, copied_cols, lead = _copied(problem, tile)
+    """Returns the bytes of shared memory of one block, as grad_input/implicit_gemm_layout.cuh counts them; the kernel
+    asserts that both agree."""
+    step, shift = problem.step[1], problem.max_shift
+    copied_rows, copied_cols, alignment_columns = _copied(problem, tile)
     images, rows, cols = tile.fragment
     narrow = tile.wgmma and cols < 8
     if narrow or problem.flat:
@@ -246,63 +251,67 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
     elif problem.input_channels_last:
         halo_w = copied_cols
     else:
-        halo_w = ceil_div(lead, step) + (copied_cols - 1 - lead) // step + 1
+        halo_w = ceil_div(alignment_columns, step) + (copied_cols - 1 - alignment_columns) // step + 1
     row_pitch = aligned_to(halo_w, 1, 8, cols) if rows > 1 and not narrow else halo_w
     image_pitch = copied_rows * row_pitch
     if narrow:
         image_pitch *= shift[1] + 1
     elif images > 1:
         image_pitch = aligned_to(image_pitch, 1, 8, cols * rows % 8)
-    picture = tile.images * image_pitch
-    pictures = 1 if problem.input_channels_last else len(problem.phases_used[1])
+    phase_image = tile.images * image_pitch
+    column_phases = 1 if problem.input_channels_last else len(problem.phases_used[1])
     copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
     if tile.wgmma:
         lanes = 8 // min(8, tile.chunk_words // 4)
-        if pictures > 1:
-            picture = aligned_to(picture, 1, 8, max(1, lanes // pictures) % 8 if copy_pixels == 1 else 1)
+        if column_phases > 1:
+            phase_image = aligned_to(
+                phase_image, 1, 8, max(1, lanes // column_phases) % 8 if copy_pixels == 1 else 1
+            )
         input_words = (
             problem.parts
             * tile.chunk_words
-            * aligned_to(pictures * picture, 1, 8, 1 if copy_pixels >= 2 * step else lanes % 8)
+            * aligned_to(column_phases * phase_image, 1, 8, 1 if copy_pixels >= 2 * step else lanes % 8)
         )
     elif problem.input_channels_last:
-        input_words = picture * (tile.chunk_words + 4)
+        input_words = phase_image * (tile.chunk_words + 4)
     else:
-        if pictures > 1:
-            picture = aligned_to(picture, 1, 32, 32 // min(32, pictures) % 32)
-        input_words = tile.chunk_words * aligned_to(pictures * picture, 8, 32, 8)
+        if column_phases > 1:
+            phase_image = aligned_to(phase_image, 1, 32, 32 // min(32, column_phases) % 32)
+        input_words = tile.chunk_words * aligned_to(column_phases * phase_image, 8, 32, 8)
     input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
-    weight_bytes = steps * max(slice_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
+    weight_bytes = steps * max(phase_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
-    return stages + multiplying_threads(tile) // 32 * staged_bytes(problem, tile) + 16 * tile.stages
+    return stages + consumer_threads(tile) // 32 * staged_bytes(problem, tile) + 16 * tile.stages
 
 
-def multiplying_threads(tile: Tile) -> int:
+def consumer_threads(tile: Tile) -> int:
+    """Returns how many threads of a block multiply."""
     return 32 * tile.warps_m * tile.warps_n // tile.m_parts
 
 
-def fill_slots(problem: StridedProblem, tile: Tile) -> int:
-    """Places of a slice that each of their threads brings."""
+def copy_slots(problem: StridedProblem, tile: Tile) -> int:
+    """Returns how many copies of a phase each producer thread makes."""
     rows, cols, _ = _copied(problem, tile)
     copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
     places = tile.images * rows * (cols // copy_pixels) * tile.chunk_words // 4
-    return ceil_div(places, FILL_THREADS)
+    return ceil_div(places, PRODUCER_THREADS)
 
 
-def fill_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:
-    """About how many registers one of them needs for its places and what is on its way there, of ``ahead`` slices."""
+def copy_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:
+    """Returns about how many registers a producer thread needs for its addresses and for the elements of ``ahead``
+    phases on their way to a stage."""
     carried = 4
     if not problem.input_channels_last:
         carried *= max(_copy_elements(problem, tile), 4 // problem.item)
-    return fill_slots(problem, tile) * (4 + ahead * carried)
+    return copy_slots(problem, tile) * (4 + ahead * carried)
 
 
 def tile_registers(problem: StridedProblem, tile: Tile) -> int:
-    """About how many registers of a thread of grad_input/implicit_gemm_mma.cu hold sums, fragments of the input, and
-    places with what is on its way there."""
+    """Returns about how many registers of a thread of grad_input/implicit_gemm_mma.cu hold accumulators, fragments of
+    the input, addresses, and elements on their way to a stage."""
     rows, cols, _ = _copied(problem, tile)
     copy = _copy_elements(problem, tile)
     places, sharers = tile.images * rows * cols, 1
@@ -315,13 +324,14 @@ def tile_registers(problem: StridedProblem, tile: Tile) -> int:
             sharers *= 2
         staged = tile.chunk_words // sharers * 2 * ceil_div(copy, 2) if problem.item == 2 else 0
     slots = ceil_div(places, tile.threads // sharers)
-    reach = tile.fragment[1] * (tile.warp_rows - 1) + problem.most_shift[0] + 1
+    reach = tile.fragment[1] * (tile.warp_rows - 1) + problem.max_shift[0] + 1
     fragments = 2 * tile.warp_images * reach * tile.warp_cols * problem.parts
     return 4 * tile.warp_fragments + fragments + slots * (3 + staged)
 
 
 def layer_constants(layer: StridedProblem, split: bool) -> tuple[tuple[str, Constant], ...]:
-    """Constants of a kernel that computes a layer whatever its sizes; ``split``: it leaves partial sums in float32."""
+    """Returns the constants of a kernel that computes all sizes of a layer. ``split``: it stores partial sums in
+    float32."""
     return (
         ("Element", ELEMENT_TYPES[layer.dtype]),
         ("Out", "float" if split else ELEMENT_TYPES[layer.dtype]),

@@ -1,4 +1,4 @@
-"""How many of the four kernels that a layer has of the gradient of the input, whatever its sizes, are each family's."""
+"""How many of the four kernels that compute the gradient of the input of a layer, over all sizes, each family has."""
 
 from __future__ import annotations
 
@@ -10,79 +10,81 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, h
 from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import LEAST_CHANNELS
 from tconv_swap.kernels.problem import Device
 
-#: Kernels of one stage of a layer that multiply, in one dtype and layout, over all sizes.
-MOST_KERNELS = 4
-#: Of what computes NCHW beside the halo tile: by boxes from an arranged copy, or unfolded; and where both do, of the
-#: unfolded ones.
-MOST_COPIED, MOST_UNFOLDED = 2, 1
-#: Of grad_output, that plan_strips claims.
-MOST_STRIPS_CHANNELS = 256
+#: The most kernels that compute one stage of a layer, in one dtype and layout, over all sizes.
+MAX_KERNELS = 4
+#: The most kernels that compute NCHW beside implicit_gemm: implicit_gemm_tma from a copy in channels_last, or im2col;
+#: and the most of im2col where both do.
+MAX_TMA, MAX_IM2COL = 2, 1
+#: The most channels of grad_output that forward/stride1.py computes.
+MAX_STRIDE1_CHANNELS = 256
 
 
-def share_of_boxes(layer: StridedProblem, device: Device) -> int:
-    """Those of tiles by boxes."""
+def share_of_tma(layer: StridedProblem, device: Device) -> int:
+    """Returns how many kernels implicit_gemm_tma has."""
     if layer.one_pixel:
         return 1
     pixels = _of_one_pixel(layer, device)
     if not _shared(layer, device):
-        return MOST_KERNELS - pixels
-    return MOST_COPIED - (pixels if _may_be_arranged(layer) else 0)
+        return MAX_KERNELS - pixels
+    return MAX_TMA - (pixels if _may_be_transposed(layer) else 0)
 
 
-def share_of_unfolded(layer: StridedProblem, device: Device) -> int:
-    """Those of unfolded tiles."""
-    return min(share_of_boxes(layer, device), MOST_UNFOLDED if _may_be_arranged(layer) else MOST_COPIED)
+def share_of_im2col(layer: StridedProblem, device: Device) -> int:
+    """Returns how many kernels im2col has."""
+    return min(share_of_tma(layer, device), MAX_IM2COL if _may_be_transposed(layer) else MAX_TMA)
 
 
-def share_of_tile(layer: StridedProblem, device: Device) -> int:
-    """Those of the halo tile."""
+def share_of_implicit_gemm(layer: StridedProblem, device: Device) -> int:
+    """Returns how many kernels implicit_gemm has."""
     if layer.one_pixel:
         return 1
     taken = 0
     if _shared(layer, device):
-        taken = share_of_boxes(layer, device)
-        taken += MOST_UNFOLDED if _may_be_arranged(layer) else 0
-    return max(1, MOST_KERNELS - _of_one_pixel(layer, device) - taken)
+        taken = share_of_tma(layer, device)
+        taken += MAX_IM2COL if _may_be_transposed(layer) else 0
+    return max(1, MAX_KERNELS - _of_one_pixel(layer, device) - taken)
 
 
 def share_of_stride_one(layer: TileProblem, device: Device) -> int:
-    """Those of the forward pass's halo tile, which computes the gradient of the input at stride 1; a map of one pixel
-    has another one where the kernel is not padded, and large images of NCHW another one by strips."""
+    """Returns how many kernels the forward pass's implicit_gemm has, which computes the gradient of the input at stride
+    1. A map of one pixel has another kernel if the layer's kernel is not padded, and large NCHW images have one of
+    forward/stride1.py."""
     g = layer.geometry
     unpadded = all(
         padding == dilation * (kernel - 1)
         for kernel, padding, dilation in zip(g.kernel, g.padding, g.dilation, strict=True)
     )
     in_nchw = not (layer.input_channels_last or layer.output_channels_last)
-    by_strips = (
+    by_stride1 = (
         device.architecture == "sm_90a"
         and in_nchw
         and layer.parts == g.groups == 1
         and g.dilation == (1, 1)
-        and g.in_channels <= MOST_STRIPS_CHANNELS
+        and g.in_channels <= MAX_STRIDE1_CHANNELS
     )
-    return MOST_KERNELS - (unpadded and max(g.kernel) > 1) - by_strips
+    return MAX_KERNELS - (unpadded and max(g.kernel) > 1) - by_stride1
 
 
 def _shared(layer: StridedProblem, device: Device) -> bool:
-    """Whether some sizes of the layer are computed from a copy, or unfolded, and others by the halo tile."""
+    """Returns whether implicit_gemm_tma (from a copy) or im2col compute some sizes of the layer, and implicit_gemm
+    others."""
     in_nchw = not (layer.input_channels_last and layer.output_channels_last)
     return device.architecture == "sm_90a" and in_nchw and layer.parts == 1
 
 
-def _may_be_arranged(layer: StridedProblem) -> bool:
-    """Whether some sizes may be computed by way of channels_last."""
+def _may_be_transposed(layer: StridedProblem) -> bool:
+    """Returns whether some sizes may be computed from copies in channels_last."""
     g = layer.geometry
     return layer.item == 2 and min(g.in_channels_per_group, g.out_channels_per_group) >= LEAST_CHANNELS
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:
-    """Kernels that maps of one pixel have: of another step, or of a plain product."""
+    """Returns how many kernels maps of one pixel have: of another step, or of a plain matrix product."""
     geometry = replace(layer.geometry, stride=layer.step)
     return int(has_another_step(geometry) or _is_a_product(geometry, device))
 
 
 def _is_a_product(geometry: Geometry, device: Device) -> bool:
-    """Whether plan_pixel_gradients may compute them."""
+    """Returns whether gradients/gemm.py may compute maps of one pixel."""
     plain = (geometry.padding, geometry.dilation, geometry.groups) == ((0, 0), (1, 1), 1)
     return plain and device.architecture == "sm_90a"

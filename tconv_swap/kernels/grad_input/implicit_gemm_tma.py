@@ -1,25 +1,23 @@
-"""Plans of the gradient of the input, strides above 1, by boxes of the copy engine
-(csrc/kernels/grad_input/implicit_gemm_tma.cu). Pure functions of data."""
+"""Plans the gradient of the input, strides above 1, from channels_last tensors that TMA loads
+(csrc/kernels/grad_input/implicit_gemm_tma.cu). The functions are pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from tconv_swap.kernels.common.sizes import tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import BoxTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     Argument,
     Constant,
-    ElementKind,
     Kernel,
     Launch,
     Part,
@@ -33,27 +31,20 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "implicit_gemm_tma"
-#: The kernel's code does not depend on it, but a table of its constants does.
-MOST_TAPS = 64
-#: Of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply is padding. (The
-#: halo tile was the faster where the output's leave half of a chunk empty.)
-LEAST_CHANNELS = 32
-ELEMENT_KINDS = {
-    "TF32": ElementKind.TFLOAT32,
-    "FP16": ElementKind.FLOAT16,
-    "BF16": ElementKind.BFLOAT16,
-}
-#: Cells of a tile along an axis.
-MOST_TILE_ROWS = 512
+#: The most taps of a kernel: a table of the kernel's constants has an entry for each.
+MAX_TAPS = 64
+#: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
+#: is padding. (implicit_gemm was faster where the output channels fill at most half of a chunk.)
+MIN_CHANNELS = 32
+#: The most positions of a tile along an axis.
+MAX_TILE_SIDE = 512
 _ALIGNMENT = 16
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
-    """Whether the kernel computes the problem."""
+    """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if device.architecture != "sm_90a" or geometry.batch == 0:
-        return False
-    if problem.dtype == torch.float64 or problem.precision not in ELEMENT_KINDS:
+    if not may_load(problem, device):
         return False
     if not (problem.input_channels_last and problem.weight_channels_last):
         return False
@@ -62,42 +53,42 @@ def claims(problem: StridedProblem, device: Device) -> bool:
         sizes.append(geometry.out_channels_per_group)
     if any(size * problem.item % _ALIGNMENT for size in sizes):
         return False
-    pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.cells
-    # Tiles reach beyond the last cell, by rows at most.
-    cells = (geometry.batch * rows + MOST_TILE_ROWS) * (cols + MOST_TILE_ROWS)
+    pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.positions
+    # Tiles may reach beyond the last position, by less than a tile.
+    positions = (geometry.batch * rows + MAX_TILE_SIDE) * (cols + MAX_TILE_SIDE)
     return (
-        max(problem.step) <= grad_input_tma_tile.MOST_STEP
-        and geometry.taps <= MOST_TAPS
-        and max(pixels, cells) < INT32_LIMIT
+        max(problem.step) <= grad_input_tma_tile.MAX_STEP
+        and geometry.taps <= MAX_TAPS
+        and max(pixels, positions) < INT32_LIMIT
     )
 
 
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
     half_empty = 2 * geometry.in_channels_per_group * problem.item <= grad_input_tma_tile.ROW_BYTES
-    if channels < LEAST_CHANNELS or half_empty or not claims(problem, device):
+    if channels < MIN_CHANNELS or half_empty or not claims(problem, device):
         return []
     return [part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
 
 
 def part_with_tile(
     problem: StridedProblem,
-    tile: BoxTile,
+    tile: TmaTile,
     multiprocessors: int = 132,
     grad_output: Argument = input_(0),  # noqa: B008 - plain data
     weight: Argument = input_(2),  # noqa: B008
 ) -> Part:
-    """The part that computes the problem with this tile. ``grad_output``, ``weight``: where they lie, channels_last."""
-    geometry = problem.geometry
-    works = grad_input_tma_tile.work_count(problem, tile)
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    """Returns the part that computes the problem with this tile. ``grad_output``, ``weight``: the arguments that hold
+    them in channels_last."""
+    work_tiles = grad_input_tma_tile.work_count(problem, tile)
+    count = grad_input_elements(problem)
     split = tile.splits > 1
     kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     main = Launch(
         kernel,
-        grid=min(works, multiprocessors),
+        grid=min(work_tiles, multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0),
@@ -125,9 +116,9 @@ def part_with_tile(
 
 
 @lru_cache(maxsize=4096)
-def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
-    """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
-    shared memory that it takes."""
+def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
+    """Returns the kernel that computes all sizes of a layer (``of_any_size``), and its bytes of shared memory. A tile
+    of 2 splits stands for any number of splits above 1."""
     shared, split = grad_input_tma_tile.shared_bytes(layer, tile), tile.splits > 1
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(layer, split),
@@ -139,7 +130,7 @@ def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
         ("TILE_W", tile.cols),
         ("M_TILES", tile.m_tiles),
         ("WARPGROUPS", tile.warpgroups),
-        ("TEAMS", tile.teams),
+        ("CONSUMERS", tile.consumers),
         ("WARPGROUPS_H", tile.warpgroups_h),
         ("BLOCK_CHANNELS", tile.channels),
         *grad_input_tma_tile.pitches(layer, tile).items(),
@@ -147,19 +138,19 @@ def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
         ("PARTIAL", split),
-        ("SLICES_FIRST", tile.slices_first),
-        ("PHASED", tile.phased),
+        ("PHASE_MAJOR", tile.phase_major),
+        ("PHASE_DIMENSION", tile.phase_dimension),
         ("SHARED_BYTES", shared),
     )
-    # With 128 sums, a thread's other registers are in some geometries a few words too little to store them by.
+    # Beside 128 accumulators, a thread lacks a few registers for the epilogue in some geometries.
     spills = tile.m_tiles * tile.channels >= 256
     return Kernel(
         "grad_input/implicit_gemm_tma.cu", "grad_input_implicit_gemm_tma", constants, spills
     ), shared
 
 
-def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> TensorMap:
-    """Channels, groups if there are several, columns, rows, images."""
+def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> TensorMap:
+    """Returns the tensor map of grad_output: channels, groups if there are several, columns, rows, images."""
     geometry = problem.geometry
     pixel = geometry.in_channels * problem.item
     images, rows = geometry.batch, geometry.height
@@ -167,7 +158,7 @@ def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> 
         images, rows = 1, images * rows
     box_h, box_w = grad_input_tma_tile.box_size(problem, tile)
     step_h, step_w = problem.step
-    if tile.phased:
+    if tile.phase_dimension:
         return TensorMap(
             base,
             ELEMENT_KINDS[problem.precision],
@@ -201,11 +192,12 @@ def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> 
 
 
 def _without_groups(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the values without the dimension of the groups."""
     return values[:1] + values[2:]
 
 
-def _weight_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> TensorMap:
-    """Channels of the output, taps, channels of the input, groups."""
+def _weight_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> TensorMap:
+    """Returns the tensor map of the weight: channels of the output, taps, channels of the input, groups."""
     geometry = problem.geometry
     group = geometry.in_channels_per_group * problem.item
     channels = geometry.out_channels_per_group

@@ -1,90 +1,78 @@
-"""Which tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu a layer has, whatever its sizes: at most four; and
-which of them computes one size. Pure functions of data."""
+"""Chooses the tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu: at most four for all sizes of a layer, and one of
+them for each size. The functions are pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
-from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_boxes
+from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
-    BoxTile,
+    TmaTile,
     chunks,
     clocks,
     legal,
     tiles,
     work_count,
 )
+from tconv_swap.kernels.grad_input.tma_gemm import for_size
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: With so few steps (a tap of a chunk) to a tile it should be small: what is left to store when nothing is left to
-#: multiply counts for more than the filling.
+#: With so few steps (a tap of a chunk) a tile should have at most ``SMALL`` outputs: storing the last tile, when
+#: nothing
+#: is left to multiply, costs more than the loads that small tiles add.
 FEW_STEPS = 24
 SMALL = 128 * 128
-#: Two teams: up to so many steps to a tile for each byte of an output (they hide its stores), where the last round of
-#: tiles leaves few multiprocessors idle.
-TEAM_STEPS = 9
-TEAM_SHARE = 0.9
-#: By what a tile counts for more that is larger than few steps allow, that one team computes where two were measured
-#: to be faster, and that two compute where they were not.
-LARGE, ONE_TEAM, IDLE_TEAM = 1.5, 1.5, 2.0
-#: Of equals the one comes first whose rows are longer, and whose stages are more: not narrow, not of so many channels.
+#: Two consumers in ping-pong pay up to so many steps of a tile for each byte of an output (one multiplies while the
+#: other
+#: stores), if at least this share of the multiprocessors works in the last wave.
+PING_PONG_STEPS = 9
+PING_PONG_OCCUPANCY = 0.9
+#: Factors on the expected time of a tile that is too large for few steps, of one consumer where two were measured to be
+#: faster, and of two consumers where they were not.
+LARGE, ONE_CONSUMER, IDLE_CONSUMER = 1.5, 1.5, 2.0
+#: Factors on the expected time that put, of equals, tiles with longer rows and with more stages first.
 NARROW, WIDE, WIDE_CHANNELS = 1.02, 1.02, 192
-#: Clocks that a size takes however small it is: what tiles for small sizes are worth is less than they say.
-LEAST_CLOCKS = 10000
-#: More splits than this never paid.
-SPLITS = (2, 4)
+#: Clocks that are added to each size, so that tiles for small sizes do not count too much.
+MIN_CLOCKS = 10000
 
 
-def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxTile]:
-    """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more
-    are asked for, out of all."""
+def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[TmaTile]:
+    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first: of the layer's tiles,
+    and, if there are too few, of all tiles."""
     found = _ranked(schedules(of_any_size(problem), device), problem, device)
     if len(found) < count and count > 1:
         found += _ranked(tuple(tiles(problem, device)), problem, device)
     return list(dict.fromkeys(found))[:count]
 
 
-def _ranked(among: tuple[BoxTile, ...], problem: StridedProblem, device: Device) -> list[BoxTile]:
-    sized_tiles = [tile for one in among for tile in for_size(one, problem)]
+def _ranked(among: tuple[TmaTile, ...], problem: StridedProblem, device: Device) -> list[TmaTile]:
+    sized_tiles = [tile for one in among for tile in for_size(one, problem, legal)]
     return sorted(sized_tiles, key=lambda tile: expected(problem, tile, device))
 
 
-def for_size(tile: BoxTile, problem: StridedProblem) -> Iterator[BoxTile]:
-    """The tile with as many splits as this size allows, if any."""
-    geometry = problem.geometry
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    for splits in SPLITS if tile.splits > 1 else (1,):
-        one = replace(tile, splits=splits) if splits != tile.splits else tile
-        if (splits == 1 or 4 * count * splits <= WORKSPACE_LIMIT_BYTES) and legal(problem, one):
-            yield one
-
-
-def expected(problem: StridedProblem, tile: BoxTile, device: Device) -> float:
-    """About how many clocks it takes, more where another kind of tile was measured to be the faster."""
+def expected(problem: StridedProblem, tile: TmaTile, device: Device) -> float:
+    """Returns the expected clocks, raised where another kind of tile was measured to be faster."""
     steps = problem.geometry.taps * chunks(problem)
     found = clocks(problem, tile, device.multiprocessors)
     found *= (NARROW if tile.narrow else 1.0) * (WIDE if tile.channels > WIDE_CHANNELS else 1.0)
-    if steps // tile.splits <= FEW_STEPS and tile.cells * tile.channels > SMALL * (
+    if steps // tile.splits <= FEW_STEPS and tile.positions * tile.channels > SMALL * (
         1.5 if tile.channels == 192 else 1
     ):
         found *= LARGE
-    if tile.teams > 1:
-        return found if _teams_pay(problem, tile, device) else found * IDLE_TEAM
-    return found * ONE_TEAM if steps <= TEAM_STEPS * problem.item else found
+    if tile.consumers > 1:
+        return found if _ping_pong_pays(problem, tile, device) else found * IDLE_CONSUMER
+    return found * ONE_CONSUMER if steps <= PING_PONG_STEPS * problem.item else found
 
 
-def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
-    """Whether a tile of two teams is one of those that were measured to be the faster."""
-    works = work_count(problem, tile)
-    turns = ceil_div(works, device.multiprocessors)
-    batch, (rows, cols) = problem.geometry.batch, problem.cells
+def _ping_pong_pays(problem: StridedProblem, tile: TmaTile, device: Device) -> bool:
+    """Returns whether a tile of two consumers is one of those that were measured to be faster than one consumer."""
+    work_tiles = work_count(problem, tile)
+    waves = ceil_div(work_tiles, device.multiprocessors)
+    batch, (rows, cols) = problem.geometry.batch, problem.positions
     if not tile.flat and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
         return False
     channels = problem.geometry.out_channels_per_group
@@ -92,25 +80,27 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
         return False
     return (
         tile.m_tiles == 2
-        and problem.geometry.taps * chunks(problem) <= TEAM_STEPS * problem.item
-        and turns > 1
-        and works >= TEAM_SHARE * turns * device.multiprocessors
+        and problem.geometry.taps * chunks(problem) <= PING_PONG_STEPS * problem.item
+        and waves > 1
+        and work_tiles >= PING_PONG_OCCUPANCY * waves * device.multiprocessors
     )
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
-    """The tiles of a layer (``of_any_size``). The first takes any size; each of the others is the one that brings the
-    expected time of ``representatives`` closest to the best of all tiles."""
+def schedules(layer: StridedProblem, device: Device) -> tuple[TmaTile, ...]:
+    """Returns the tiles of a layer (``of_any_size``): those that bring the expected times of ``representatives``
+    closest to the best of all tiles. The first computes any size."""
     sizes, weights = representatives(layer)
-    times = {tile: [_least(tile, size, device) for size in sizes] for tile in tiles(layer, device)}
+    times = {tile: [_expected_clocks(tile, size, device) for size in sizes] for tile in tiles(layer, device)}
     always = [
-        tile for tile in times if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
+        tile
+        for tile in times
+        if not (tile.flat or tile.phase_dimension) and (tile.splits == 1 or layer.one_pixel)
     ]
-    return select_covering(times, weights, always, share_of_boxes(layer, device))
+    return select_covering(times, weights, always, share_of_tma(layer, device))
 
 
-def _least(tile: BoxTile, problem: StridedProblem, device: Device) -> float:
-    """The expected time with the best number of splits; infinite where the tile is not right for the size."""
-    times = (LEAST_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem))
+def _expected_clocks(tile: TmaTile, problem: StridedProblem, device: Device) -> float:
+    """Returns the expected clocks with the best number of splits, or infinity if the tile does not compute the size."""
+    times = (MIN_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem, legal))
     return min(times, default=math.inf)

@@ -13,24 +13,23 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
-from tconv_swap.kernels.gradients.gather_tile import (
-    GatherTile,
+from tconv_swap.kernels.gradients.grad_output_tile import (
+    GradOutputTile,
     chunk_taps,
     chunks,
-    laid_out,
     load_widths,
     of_one_pixel,
-    side_by_side,
+    with_pitches,
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     CHUNK_TAPS,
     FAMILY,
-    REGISTER_MARGIN,
     REGISTERS,
     SHARED_BYTES,
     WEIGHT_REGISTERS,
+    NarrowTile,
+    channel_tiles,
     chunk_shapes,
     claims,
     common_constants,
@@ -40,51 +39,35 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     loads_rows,
     overlapping,
     powers,
-    resident_blocks,
     rounds_nothing,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
 
 @dataclass(frozen=True, slots=True)
-class GradInputTile:
+class GradInputTile(NarrowTile):
     """The constants of csrc/kernels/grad_input/narrow_mma.cu, and what a tile costs."""
 
-    gather: GatherTile
-    m_tiles: int
-    n_tiles: int
-    warps_m: int
     warps_p: int
     store: int
     splits: int
     chunks_here: int
     weights_in_registers: bool
-    registers: int
-    shared_bytes: int
-    passes: float
-
-    @property
-    def resident(self) -> int:
-        """Blocks that a multiprocessor runs at a time."""
-        return resident_blocks(self.registers, self.gather, self.shared_bytes)
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
         return (
-            *self.gather.constants,
-            ("M_TILES", self.m_tiles),
-            ("N_TILES", self.n_tiles),
-            ("WARPS_M", self.warps_m),
+            *self.shared_constants,
             ("WARPS_P", self.warps_p),
             ("STORE", self.store),
             ("SPLITS", self.splits),
             ("CHUNKS_HERE", self.chunks_here),
             ("WEIGHTS_IN_REGISTERS", self.weights_in_registers),
-            ("MIN_BLOCKS", resident_blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
         )
 
 
@@ -111,7 +94,7 @@ def computes(problem: Problem, tile: GradInputTile) -> bool:
     """Whether a tile's kernel computes the size."""
     if tile.splits > 1 and input_bytes(problem.geometry) * tile.splits > WORKSPACE_LIMIT_BYTES:
         return False
-    return loads_rows(problem, tile.gather)
+    return loads_rows(problem, tile.grad_output)
 
 
 @lru_cache(maxsize=1024)
@@ -119,18 +102,18 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
     return select_schedules(
         layer,
-        most_schedules(layer, device),
+        max_schedules(layer, device),
         lambda problem: grad_input_tiles(problem, device),
         computes,
         lambda problem, tile: expected_microseconds(problem, tile, device),
-        lambda tile: tile.splits == 1 and loads_every_size(layer, tile.gather.load),
+        lambda tile: tile.splits == 1 and loads_every_size(layer, tile.grad_output.load),
     )
 
 
 def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> Part:
     """The part that runs ``tile``."""
     geometry = problem.geometry
-    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     across = blocks_across(geometry, tile)
     repeat = _repeat(down, across, device.multiprocessors * tile.resident, 2)
     kernel = Kernel(
@@ -140,14 +123,14 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
     launch = Launch(
         kernel,
         grid=across * ceil_div(down, repeat),
-        block=tile.gather.threads,
+        block=tile.grad_output.threads,
         arguments=(
             input_(0),
             input_(2),
             workspace(0) if split else output(0),
             struct(0),
         ),
-        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, split),),
+        structs=(segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, split),),
         shared_bytes=tile.shared_bytes,
     )
     if not split:
@@ -163,9 +146,7 @@ def _repeat(down: int, across: int, blocks: int, rounds: int) -> int:
 
 
 def blocks_across(geometry: Geometry, tile: GradInputTile) -> int:
-    m_blocks = ceil_div(geometry.in_channels_per_group, 16 * tile.m_tiles * tile.warps_m)
-    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
-    return m_blocks * (geometry.groups // tile.gather.block_groups) * tiles_w * tile.splits
+    return tile.blocks_of_a_row(geometry) * tile.splits
 
 
 def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile]:
@@ -173,14 +154,7 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     asynchronous = problem.dtype == torch.float32
     layer = of_one_pixel(geometry)
-    m_total = ceil_div(geometry.in_channels_per_group, 16)
-    for m_tiles, groups in product(
-        sorted({min(2, m_total), min(4, m_total)}),
-        side_by_side(geometry, problem.channels_last, element_bytes, 8),
-    ):
-        warps_m = min(4, ceil_div(m_total, m_tiles))
-        if groups > 1 and warps_m * m_tiles < m_total:
-            continue
+    for m_tiles, warps_m, groups in channel_tiles(problem):
         most_p = max(1, 8 // (warps_m * groups))
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             widths = load_widths(
@@ -198,7 +172,7 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
                     tile_w = units_across * 8 * store
                     if units_across > 1 and tile_w >= 2 * geometry.width:
                         continue
-                    gather = GatherTile(
+                    grad_output = GradOutputTile(
                         tile_h=units * warps_p // units_across,
                         tile_w=tile_w,
                         block_groups=groups,
@@ -208,12 +182,14 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
                         async_=asynchronous,
                         threads=32 * warps_p * warps_m * groups,
                     )
-                    if not loadable(problem, gather):
+                    if not loadable(problem, grad_output):
                         continue
                     pixels = tuple(4 * (g // 2) + g % 2 if store == 2 else g for g in range(8))
-                    gather, passes = laid_out(layer, gather, problem.channels_last, pixels, False)
+                    grad_output, passes = with_pitches(
+                        layer, grad_output, problem.channels_last, pixels, False
+                    )
                     made = _with_splits(
-                        problem, device, gather, m_tiles, n_tiles, warps_m, warps_p, store, passes
+                        problem, device, grad_output, m_tiles, n_tiles, warps_m, warps_p, store, passes
                     )
                     if made is not None:
                         yield made
@@ -222,7 +198,7 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
 def _with_splits(
     problem: Problem,
     device: Device,
-    gather: GatherTile,
+    grad_output: GradOutputTile,
     m_tiles: int,
     n_tiles: int,
     warps_m: int,
@@ -233,29 +209,36 @@ def _with_splits(
     """The tile with as many splits of the taps as it needs to fit, or to fill the GPU."""
     geometry = problem.geometry
     channels_last = problem.channels_last
-    staged = channels_last and gather.block_groups > 1
+    staged = channels_last and grad_output.block_groups > 1
     block_m = 16 * m_tiles * warps_m
-    k_steps = ceil_div(chunk_taps(geometry, gather), 8)
+    k_steps = ceil_div(chunk_taps(geometry, grad_output), 8)
     neighbours = channels_last and not staged and geometry.in_channels_per_group > 8
     whole = neighbours or block_m < geometry.in_channels_per_group
     weight_rows = block_m if whole else geometry.in_channels_per_group
-    weights = gather.block_groups * weight_rows * (8 * k_steps + 4)
+    weights = grad_output.block_groups * weight_rows * (8 * k_steps + 4)
     stage = 0
     if staged:
-        stage = gather.tile_h * gather.tile_w * (gather.block_groups * geometry.in_channels_per_group | 1)
+        stage = (
+            grad_output.tile_h
+            * grad_output.tile_w
+            * (grad_output.block_groups * geometry.in_channels_per_group | 1)
+        )
     budget = (
-        min(SHARED_BYTES, device.shared_memory_per_block) // 4 - gather.shared_words - stage - 8 * k_steps
+        min(SHARED_BYTES, device.shared_memory_per_block) // 4
+        - grad_output.shared_words
+        - stage
+        - 8 * k_steps
     )
     if budget < weights:
         return None
-    all_chunks = chunks(geometry, gather)
+    all_chunks = chunks(geometry, grad_output)
     here = min(all_chunks, budget // weights)
     m_blocks = ceil_div(geometry.in_channels_per_group, block_m)
     blocks = (
         m_blocks
-        * (geometry.groups // gather.block_groups)
-        * ceil_div(geometry.width, gather.tile_w)
-        * ceil_div(geometry.height, gather.tile_h)
+        * (geometry.groups // grad_output.block_groups)
+        * ceil_div(geometry.width, grad_output.tile_w)
+        * ceil_div(geometry.height, grad_output.tile_h)
         * geometry.batch
     )
     wanted = 2 * device.multiprocessors
@@ -274,41 +257,43 @@ def _with_splits(
         + m_tiles * n_tiles * 4
         + (weight_registers if in_registers else 0)
         + 2 * n_tiles * (4 if ieee else 1)
-        + loader_registers(problem, gather)
+        + loader_registers(problem, grad_output)
     )
-    if needed > 250 or needed * gather.threads > REGISTERS:
+    if needed > 250 or needed * grad_output.threads > REGISTERS:
         return None
-    shared = 4 * (gather.shared_words + here * weights + stage + 8 * k_steps)
+    shared = 4 * (grad_output.shared_words + here * weights + stage + 8 * k_steps)
     return GradInputTile(
-        gather,
+        grad_output,
         m_tiles,
         n_tiles,
         warps_m,
+        needed,
+        shared,
+        passes,
         warps_p,
         store,
         splits,
         here,
         in_registers,
-        needed,
-        shared,
-        passes,
     )
 
 
 def expected_microseconds(problem: Problem, tile: GradInputTile, device: Device) -> float:
     """The expected time on an H200: it ranks tiles."""
-    geometry, gather = problem.geometry, tile.gather
-    down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
+    geometry, grad_output = problem.geometry, tile.grad_output
+    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
     across = blocks_across(geometry, tile)
     blocks = across * ceil_div(down, _repeat(down, across, device.multiprocessors * tile.resident, 2))
-    k_steps = ceil_div(chunk_taps(geometry, gather), 8)
+    k_steps = ceil_div(chunk_taps(geometry, grad_output), 8)
     rows_read = 2 if geometry.in_channels_per_group <= 8 else 4
-    channels = min(16 * tile.m_tiles * tile.warps_m, geometry.in_channels_per_group) * gather.block_groups
+    channels = (
+        min(16 * tile.m_tiles * tile.warps_m, geometry.in_channels_per_group) * grad_output.block_groups
+    )
     work, warps = work_of(
         problem,
-        gather,
+        grad_output,
         Multiplies(
-            gather.threads // 32 * k_steps * tile.chunks_here,
+            grad_output.threads // 32 * k_steps * tile.chunks_here,
             tile.m_tiles,
             tile.n_tiles,
             tile.passes,

@@ -1,4 +1,5 @@
-"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32, straight from NCHW (sm_90a)."""
+"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32 and NCHW, grad_output
+read where it lies (sm_90a)."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     candidates,
     columns_of,
     expected_clocks,
-    in_slices,
-    least_out_width,
-    lies_as_lines,
-    out_line,
-    taps_together,
+    fragment_taps,
+    input_read_in_place,
+    min_out_width,
+    out_row_pitch,
     tiles_of,
+    with_splits,
 )
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
@@ -46,20 +48,20 @@ from tconv_swap.runtime.program import (
 )
 
 _FAMILY = "im2col_nchw"
-#: Kernels of a layer, whatever its sizes.
+#: Kernels of a layer over all its sizes.
 MAX_SCHEDULES = 2
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first.
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
+    family does not claim the problem.
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
+    that of the bias.
 
-    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
-    the bias. Empty for what this family does not claim.
-
-    Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
-    multiple of 16 bytes, together at most ``MAX_COPY_BYTES``; at most 64 MiB of partial sums, or one copy of the
-    gradient if that is more; and for the bias 8 bytes for each slice, row of a stride and output channel, or segment
-    of a copied image.
+    Workspace: a copy of the input where its rows are not aligned for the copy engine, and one of grad_output
+    where its rows are no multiple of 16 bytes, together at most ``MAX_COPY_BYTES``; at most 64 MiB of
+    partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for each split, row of a
+    stride and output channel, or segment of a copied image.
     """
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
@@ -78,30 +80,33 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 
 
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
-    """All that can compute it, of the layer's kernels or not."""
+    """Returns all tiles that compute the problem, whether the layer's kernels have them or not."""
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
-    cut = (in_slices(g, tile, device) for tile in candidates(g, device))
+    cut = (with_splits(g, tile, device) for tile in candidates(g, device))
     return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES]
 
 
 def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
+    """Returns the bytes of the copies that are made before the product."""
     g = geometry
-    output_bytes = 0 if out_line(g) == g.out_width else _output_planes(g).bytes(g.batch)
-    return output_bytes + (0 if lies_as_lines(g, pixels) else _input_planes(g, pixels).bytes(g.batch))
+    output_bytes = 0 if out_row_pitch(g) == g.out_width else _output_planes(g).bytes(g.batch)
+    return output_bytes + (0 if input_read_in_place(g, pixels) else _input_planes(g, pixels).bytes(g.batch))
 
 
 def _input_planes(geometry: Geometry, pixels: Pixels) -> Planes:
-    return planes_of(1, geometry.in_channels, (geometry.height, pixels.line))
+    """Returns the layout of the input's copy."""
+    return planes_of(1, geometry.in_channels, (geometry.height, pixels.row_pitch))
 
 
 def _output_planes(geometry: Geometry) -> Planes:
-    return planes_of(1, geometry.out_channels, (geometry.out_height, out_line(geometry)))
+    """Returns the layout of grad_output's copy."""
+    return planes_of(1, geometry.out_channels, (geometry.out_height, out_row_pitch(geometry)))
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernel can do it, if there is a tile."""
+    """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
@@ -113,25 +118,26 @@ def claims(problem: Problem, device: Device) -> bool:
 
 
 def _adds_all_of_grad_output(geometry: Geometry) -> bool:
-    """Whether the rows of taps whose offset lies in [0, stride) read every row of grad_output, and each once; of a row
-    everything is added up that lies over the input. A copy adds up everything."""
+    """Returns whether the bias adds up every element of grad_output exactly once.
+    The rows of taps whose offset lies in [0, stride) must read every row once; of a row, everything over the
+    input is added up. Where grad_output is copied, the copy adds up everything.
+    """
     g = geometry
-    if out_line(g) != g.out_width:
+    if out_row_pitch(g) != g.out_width:
         return True
-    offsets = {k * g.dilation[0] - g.padding[0] for k in range(g.kernel[0])}
     over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
-    return over_input and set(range(g.stride[0])) <= offsets
+    return over_input and taps_cover_stride(g, 0)
 
 
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
-    """The plan that computes the problem with this tile."""
+    """Returns the part that computes the problem with this tile."""
     g, pixels = problem.geometry, tile.pixels
     columns = columns_of(g, pixels)
     memory = WorkspaceLayout()
     launches = []
     into = _input_planes(g, pixels)
     in_base = input_(1)
-    if not lies_as_lines(g, pixels):
+    if not input_read_in_place(g, pixels):
         in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
@@ -139,10 +145,10 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
             )
         )
-    # Copied, grad_output is added up on the way.
+    # Where grad_output is copied, the copy adds up the bias.
     out = _output_planes(g)
-    out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
-    copies_output = out_line(g) != g.out_width
+    out_base, bias_rows = input_(0), 2 * tile.splits * g.stride[0]
+    copies_output = out_row_pitch(g) != g.out_width
     if copies_output:
         out_at = memory.reserve(out.bytes(g.batch))
         out_base, bias_rows = workspace(out_at), bias_partial_rows(g.batch, out)
@@ -162,8 +168,8 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
             )
         )
     adds_bias = with_bias and not copies_output
-    direct = tile.slices == 1
-    partial_at = 0 if direct else memory.reserve(tile.slices * weight_bytes(g))
+    direct = tile.splits == 1
+    partial_at = 0 if direct else memory.reserve(tile.splits * weight_bytes(g))
     ring = tile.ring(g, device)
     launches.append(
         Launch(
@@ -176,23 +182,23 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                     ("ROWS", pixels.rows),
                     ("COLS", pixels.cols),
                     ("BOX", pixels.box),
-                    ("CHUNK", tile.chunk(g)),
-                    ("LEFT", columns.left),
-                    ("OUT_BLOCK", columns.block),
-                    ("OUT_BLOCKS", columns.blocks),
+                    ("TILE_CO", tile.tile_co(g)),
+                    ("LEFT_HALO", columns.left_halo),
+                    ("OUT_BOX_COLS", columns.box_cols),
+                    ("OUT_BOXES", columns.boxes),
                     ("WHOLE_ROWS", columns.whole),
-                    ("LEAST_OUT_WIDTH", least_out_width(g, pixels) if columns.whole else 0),
-                    ("TAPS_TOGETHER", taps_together(g)),
+                    ("MIN_OUT_WIDTH", min_out_width(g, pixels) if columns.whole else 0),
+                    ("FRAGMENT_TAPS", fragment_taps(g)),
                     ("WARPGROUPS", tile.warpgroups),
-                    ("BLOCKS", tile.blocks),
-                    ("TILE_COLS", tile.cols),
+                    ("M_TILES", tile.m_tiles),
+                    ("TILE_CI", tile.cols),
                     ("STAGES", ring),
                     ("WITH_BIAS", adds_bias),
                 ),
-                # A few words.
-                spills=tile.blocks * tile.cols >= 256 and pixels.count > 32,
+                # It spills a few registers.
+                spills=tile.m_tiles * tile.cols >= 256 and pixels.count > 32,
             ),
-            grid=tiles_of(g, tile) * tile.slices,
+            grid=tiles_of(g, tile) * tile.splits,
             block=128 * (tile.warpgroups + 1),
             arguments=(
                 tensor_map(0),
@@ -204,9 +210,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
             structs=(
                 im2col_nchw_sizes(
                     g,
-                    pixels.line,
+                    pixels.row_pitch,
                     (pixels.rows, pixels.cols),
-                    tile.slices,
+                    tile.splits,
                     direct and not problem.weight_channels_last,
                 ),
             ),
@@ -219,7 +225,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         )
     )
     if not direct:
-        launches.append(reduce(problem, tile.slices, partial_at))
+        launches.append(reduce(problem, tile.splits, partial_at))
     if with_bias:
         launches.append(
             split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
@@ -230,15 +236,19 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
 def _grad_output_map(
     geometry: Geometry, tile: Tile, base: Argument, plane: int, adds_bias: bool
 ) -> TensorMap:
-    """Every ``stride``-th row; not rounded where it is added up. ``plane``: bytes of a channel of an image."""
+    """Returns the tensor map of every ``stride``-th row of grad_output, unrounded where the bias is added up
+    from it.
+    Args:
+        plane: bytes of a channel of an image.
+    """
     g, pixels, columns = geometry, tile.pixels, columns_of(geometry, tile.pixels)
     step = g.stride[0] if pixels.rows > 1 else 1
     return TensorMap(
         base,
         ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32,
         sizes=(g.out_width, g.out_channels, g.out_height, g.batch),
-        strides=(plane, 4 * out_line(g), plane * g.out_channels),
-        box=(columns.block, tile.chunk(g), (pixels.rows - 1) * step + 1, pixels.images),
+        strides=(plane, 4 * out_row_pitch(g), plane * g.out_channels),
+        box=(columns.box_cols, tile.tile_co(g), (pixels.rows - 1) * step + 1, pixels.images),
         steps=(1, 1, step, 1),
-        swizzle_bytes=4 * columns.block,
+        swizzle_bytes=4 * columns.box_cols,
     )

@@ -1,4 +1,4 @@
-"""Which tiles of csrc/kernels/grad_weight/im2col_nchw.cu a layer has, whatever its sizes, and which of them computes
+"""Which tiles of csrc/kernels/grad_weight/im2col_nchw.cu a layer has over all sizes, and which of them computes
 one size. Pure functions of data."""
 
 from __future__ import annotations
@@ -16,58 +16,60 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     candidates,
     columns_of,
     expected_clocks,
-    in_slices,
-    least_out_width,
+    min_out_width,
     pixels_of,
+    with_splits,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
 
-#: How many times as long other families took where these are the fastest (benchmarks/results/h200-ablation.json).
+#: How many times as long other families took where this one is the fastest
+#: (benchmarks/results/h200-ablation.json).
 OTHERWISE = 1.4
-#: The least work of the sizes that take them (grad_weight/implicit_gemm.py): they were measured to be faster there.
-LEAST_MACS = 1 << 32
+#: The least work of a size that takes this family (grad_weight/implicit_gemm.py): it was measured to be faster
+#: from there on.
+MIN_MACS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All of a kernel but its sizes: ``tile`` in one slice, its rows as far apart as it is wide."""
+    """What is compiled into a kernel: the tile with one split, its row pitch set to its width."""
 
     tile: Tile
     columns: Columns
-    least_out_width: int
+    min_out_width: int
 
 
-def choose(problem: Problem, device: Device, most: int) -> list[Tile]:
-    """The tiles of the layer's kernels that compute the size, the one that is expected to be the fastest first."""
+def choose(problem: Problem, device: Device, limit: int) -> list[Tile]:
+    """Returns the tiles of the layer's kernels that compute the size, the fastest expected first."""
     g = problem.geometry
     found = []
-    for one in schedules(of_any_size(problem, False), device, most):
-        cut = _cut(g, one, device)
-        if cut is not None:
-            found.append(cut)
+    for one in schedules(of_any_size(problem, False), device, limit):
+        tile = _tile_of(g, one, device)
+        if tile is not None:
+            found.append(tile)
     return sorted(found, key=lambda tile: expected_clocks(g, tile, device)) if len(found) > 1 else found
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]:
-    """Those that a layer has, whatever its sizes."""
+def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
+    """Returns at most ``limit`` schedules that a layer has over all its sizes."""
 
     def of_size(problem: Problem) -> Iterator[Schedule]:
         for tile in candidates(problem.geometry, device):
             yield _schedule_of(problem.geometry, tile)
 
     def expected(problem: Problem, one: Schedule) -> float:
-        cut = _cut(problem.geometry, one, device)
-        assert cut is not None
-        return expected_clocks(problem.geometry, cut, device)
+        tile = _tile_of(problem.geometry, one, device)
+        assert tile is not None
+        return expected_clocks(problem.geometry, tile, device)
 
     return select_schedules(
         layer,
-        most,
+        limit,
         of_size,
         lambda problem, one: (
-            problem.geometry.macs >= LEAST_MACS and _cut(problem.geometry, one, device) is not None
+            problem.geometry.macs >= MIN_MACS and _tile_of(problem.geometry, one, device) is not None
         ),
         expected,
         lambda one: True,
@@ -77,23 +79,31 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
 
 
 def _schedule_of(geometry: Geometry, tile: Tile) -> Schedule:
+    """Returns the schedule that a tile belongs to."""
     p = tile.pixels
     columns = columns_of(geometry, p)
-    least = least_out_width(geometry, p) if columns.whole else 0
-    return Schedule(replace(tile, pixels=replace(p, line=p.cols)), columns, least)
+    width = min_out_width(geometry, p) if columns.whole else 0
+    return Schedule(replace(tile, pixels=replace(p, row_pitch=p.cols)), columns, width)
 
 
-def _cut(geometry: Geometry, one: Schedule, device: Device) -> Tile | None:
-    """The tile with its slices and rows as of the size; None if the schedule does not compute it."""
+def _tile_of(geometry: Geometry, one: Schedule, device: Device) -> Tile | None:
+    """Returns the schedule's tile with the splits and row pitch of the size; None if the schedule does not
+    compute it."""
     p = one.tile.pixels
     for pixels in _pixels_of(geometry):
-        if (pixels.images, pixels.rows, pixels.cols, pixels.apart) == (p.images, p.rows, p.cols, p.apart):
+        if (pixels.images, pixels.rows, pixels.cols, pixels.has_halo) == (
+            p.images,
+            p.rows,
+            p.cols,
+            p.has_halo,
+        ):
             tile = replace(one.tile, pixels=pixels)
             if _schedule_of(geometry, tile) == one:
-                return in_slices(geometry, tile, device)
+                return with_splits(geometry, tile, device)
     return None
 
 
 @lru_cache(maxsize=64)
 def _pixels_of(geometry: Geometry) -> tuple[Pixels, ...]:
+    """Returns the stages that cover the images."""
     return tuple(pixels_of(geometry))

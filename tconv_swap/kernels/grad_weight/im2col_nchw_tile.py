@@ -1,4 +1,4 @@
-"""What a block of csrc/kernels/grad_weight/im2col_nchw.cu computes, and the tile that is expected to be the fastest."""
+"""What a block of csrc/kernels/grad_weight/im2col_nchw.cu computes, and the expected time of a tile."""
 
 from __future__ import annotations
 
@@ -11,86 +11,95 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     EXTRA_BYTES,
     PARTIAL_LIMIT_BYTES,
     PARTIAL_RATE,
-    SLICE_CLOCKS,
+    SPLIT_CLOCKS,
     weight_bytes,
 )
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Multiplies that follow one another into the same sums: the multiplier truncates. Of 8 pixels each.
-MOST_MULTIPLIES = 1024
-#: Elements of a box along a dimension; steps from one to the next.
+#: Multiplies, of 8 pixels each, into the same sums: the tensor cores truncate their sums.
+MAX_MULTIPLIES = 1024
+#: Elements that a box may span along a dimension, and the largest traversal step.
 BOX_LIMIT, STEP_LIMIT = 256, 8
-#: Columns of grad_output that a stage's pixels lie apart.
+#: Columns of grad_output that a stage's pixels may span: the bits that the kernel packs them into.
 COLUMN_LIMIT = 512
-#: Of a ring, at least and at most.
-FEWEST_STAGES, MOST_STAGES_IN_RING = 2, 8
-#: Warpgroups that multiply, each one's blocks of 64 rows, and columns: as registers allow.
+#: Stages of the ring.
+MIN_STAGES, MAX_STAGES = 2, 8
+#: Warpgroups that multiply, tiles of 64 rows of each, and input channels, as registers allow.
 _SHAPES = (
     *((2, 1, cols) for cols in (256, 192, 128, 96, 64)),
     *((2, 2, cols) for cols in (128, 96, 64)),
-    *((2, blocks, 64) for blocks in (3, 4)),
-    *((3, blocks, cols) for blocks, cols in ((1, 128), (1, 96), (2, 64), (1, 64))),
+    *((2, m_tiles, 64) for m_tiles in (3, 4)),
+    *((3, m_tiles, cols) for m_tiles, cols in ((1, 128), (1, 96), (2, 64), (1, 64))),
 )
-#: Bytes a clock that shared memory gives; clocks of a box's row, of a step of 64 rows for its words, and of a stage
-#: beside its multiplies. With them the tiles that were measured come in that order but for 14 x 14 maps.
-_SHARED_RATE, _ROW_CLOCKS, _WORDS_CLOCKS, _STAGE_CLOCKS = 128, 4.0, 12, 60
+#: Bytes of shared memory a clock; clocks of a box's row, of loading a step's A fragments of 64 rows, and of a
+#: stage beside its multiplies. With them the measured tiles are ordered correctly except for 14 x 14 maps.
+_SHARED_RATE, _ROW_CLOCKS, _FRAGMENT_CLOCKS, _STAGE_CLOCKS = 128, 4.0, 12, 60
 
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Of the input, in a stage: ``images`` x ``rows`` x ``cols``, by ``box``; rows lie ``line`` pixels apart."""
+    """The pixels of the input in a stage: ``images`` x ``rows`` x ``cols``, loaded by boxes.
+    Attributes:
+        row_pitch: pixels from one row of the input to the next.
+        has_halo: boxes of grad_output hold the columns around the stage's pixels, in rows of any length.
+    """
 
     images: int
     rows: int
     cols: int
-    line: int
-    #: Whether boxes hold the columns of grad_output around the stage's pixels, of rows of any length.
-    apart: bool = False
+    row_pitch: int
+    has_halo: bool = False
 
     @property
     def count(self) -> int:
+        """Returns how many pixels a stage has."""
         return self.images * self.rows * self.cols
 
     @property
     def box(self) -> int:
-        """Pixels of a box: in rows of 128 bytes, if those of an image are more than half of it; of one row, if rows
-        do not follow one another."""
-        if self.apart:
+        """Returns the pixels of a box: rows of 128 bytes if an image has more than half of that; pixels of one
+        row if rows are not contiguous."""
+        if self.has_halo:
             return next(box for box in (32, 16, 8) if self.cols % box == 0)
-        whole = 32 if self.images == 1 and self.rows * self.cols > 16 else self.rows * self.cols
-        return next(box for box in (32, 16, 8) if whole % box == 0)
+        pixels = 32 if self.images == 1 and self.rows * self.cols > 16 else self.rows * self.cols
+        return next(box for box in (32, 16, 8) if pixels % box == 0)
 
     @property
     def boxes(self) -> int:
+        """Returns the boxes of a stage."""
         return self.images * ceil_div(self.rows * self.cols, self.box)
 
     def stages(self, geometry: Geometry) -> int:
-        of_images = ceil_div(geometry.height, self.rows) * ceil_div(geometry.width, self.cols)
-        return ceil_div(geometry.batch, self.images) * of_images
+        """Returns the stages of all images."""
+        in_image = ceil_div(geometry.height, self.rows) * ceil_div(geometry.width, self.cols)
+        return ceil_div(geometry.batch, self.images) * in_image
 
 
-def least_out_width(geometry: Geometry, pixels: Pixels) -> int:
-    """Of outputs that stages of whole rows may have, without output padding; 0 where they may have any."""
+def min_out_width(geometry: Geometry, pixels: Pixels) -> int:
+    """Returns the least width of outputs that stages of whole rows may have (that without output padding), or 0
+    where any width is allowed."""
     g = geometry
-    if pixels.line != g.width or pixels.cols != g.width:
+    if pixels.row_pitch != g.width or pixels.cols != g.width:
         return 0
     return g.out_width - g.output_padding[1]
 
 
-def lies_as_lines(geometry: Geometry, pixels: Pixels) -> bool:
-    """Whether boxes can bring the input from where it lies."""
-    return pixels.line == geometry.width and geometry.height * geometry.width % 4 == 0
+def input_read_in_place(geometry: Geometry, pixels: Pixels) -> bool:
+    """Returns whether boxes can load the input from where it lies."""
+    return pixels.row_pitch == geometry.width and geometry.height * geometry.width % 4 == 0
 
 
-def out_line(geometry: Geometry) -> int:
-    """Columns from one row of grad_output to the next: rows are multiples of 16 bytes."""
+def out_row_pitch(geometry: Geometry) -> int:
+    """Returns the columns from one row of grad_output to the next: rows are multiples of 16 bytes."""
     return round_up(geometry.out_width, 4)
 
 
 def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
-    """Stages that tile the images, or reach over their edge only where grad_output ends too (it might be infinite, and
-    what lies beside it are the input's zeros)."""
+    """Yields the stages that cover the images.
+    A stage reaches beyond an image's edge only where grad_output ends too: it might be infinite there, and the
+    input's zeros would make it NaN.
+    """
     g = geometry
     size = g.height * g.width
     nothing_below, nothing_right = (
@@ -109,7 +118,7 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     for rows, cols in ((1, 64), (2, 32), (1, 32), (4, 16), (8, 8)):
         fits_below, fits_right = g.height % rows == 0 or nothing_below, g.width % cols == 0 or nothing_right
         if cols <= round_up(g.width, 8) and fits_below and fits_right and rows <= g.height:
-            yield Pixels(1, rows, cols, round_up(g.width, cols), apart=True)
+            yield Pixels(1, rows, cols, round_up(g.width, cols), has_halo=True)
     for cols in (64, 56, 48, 40, 32, 24, 16):
         if cols <= round_up(g.width, 8) and (g.width % cols == 0 or nothing_right):
             yield Pixels(1, 1, cols, round_up(g.width, cols))
@@ -117,48 +126,59 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A row of taps x ``chunk`` output channels by ``cols`` input channels."""
+    """A row of taps x ``tile_co`` output channels by ``cols`` input channels.
+    Attributes:
+        warpgroups: that multiply.
+        m_tiles: tiles of 64 rows of a warpgroup.
+        splits: of the pixels.
+    """
 
     pixels: Pixels
     warpgroups: int
-    blocks: int
+    m_tiles: int
     cols: int
-    slices: int
+    splits: int
 
     @property
     def rows(self) -> int:
-        return self.warpgroups * self.blocks * 64
+        """Returns the rows (taps times output channels) of the product."""
+        return self.warpgroups * self.m_tiles * 64
 
-    def chunk(self, geometry: Geometry) -> int:
+    def tile_co(self, geometry: Geometry) -> int:
+        """Returns the output channels of each tap, a multiple of 16."""
         return self.rows // geometry.kernel[1] // 16 * 16
 
     def input_bytes(self) -> int:
+        """Returns the bytes of the input in a stage."""
         return 4 * self.pixels.boxes * self.pixels.box * self.cols
 
     def output_rows(self, geometry: Geometry) -> int:
-        """Rows that boxes of grad_output bring."""
-        of_block = self.pixels.images * self.pixels.rows * self.chunk(geometry)
-        return columns_of(geometry, self.pixels).blocks * of_block
+        """Returns the rows that boxes of grad_output load."""
+        rows_of_box = self.pixels.images * self.pixels.rows * self.tile_co(geometry)
+        return columns_of(geometry, self.pixels).boxes * rows_of_box
 
     def stage_bytes(self, geometry: Geometry) -> int:
-        block = columns_of(geometry, self.pixels).block
-        return self.input_bytes() + 4 * block * self.output_rows(geometry)
+        """Returns the shared memory of a stage."""
+        box_cols = columns_of(geometry, self.pixels).box_cols
+        return self.input_bytes() + 4 * box_cols * self.output_rows(geometry)
 
     def ring(self, geometry: Geometry, device: Device) -> int:
-        """Stages of it."""
+        """Returns how many stages the ring has."""
         room = device.shared_memory_per_block - EXTRA_BYTES
-        return min(MOST_STAGES_IN_RING, room // self.stage_bytes(geometry))
+        return min(MAX_STAGES, room // self.stage_bytes(geometry))
 
     def describe(self, geometry: Geometry) -> str:
+        """Returns the tile in words."""
         p = self.pixels
         return (
-            f"{self.cols} channels x {geometry.kernel[1]} taps of {self.chunk(geometry)}, "
-            f"{p.images} x {p.rows} x {p.cols} pixels, {self.slices} slices"
+            f"{self.cols} channels x {geometry.kernel[1]} taps of {self.tile_co(geometry)}, "
+            f"{p.images} x {p.rows} x {p.cols} pixels, {self.splits} splits"
         )
 
 
-def taps_together(geometry: Geometry) -> int:
-    """Neighbouring taps whose words lie in different banks: a power of two that divides the stride."""
+def fragment_taps(geometry: Geometry) -> int:
+    """Returns how many neighbouring taps share 16 rows of the product without bank conflicts: a power of two
+    that divides the stride."""
     g = geometry
     if g.dilation[1] % 2 == 0:
         return 1
@@ -167,78 +187,85 @@ def taps_together(geometry: Geometry) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Of grad_output in a stage: ``blocks`` of ``block`` words, from ``left`` columns before the first pixel's on."""
+    """The columns of grad_output in a stage.
+    Attributes:
+        left_halo: columns before the first pixel's.
+        box_cols: columns of a box.
+        boxes: side by side.
+        whole: the boxes hold all columns that there are.
+    """
 
-    left: int
-    block: int
-    blocks: int
-    #: All columns that there are.
+    left_halo: int
+    box_cols: int
+    boxes: int
     whole: bool
 
 
 def columns_of(geometry: Geometry, pixels: Pixels) -> Columns:
-    """What the taps reach and what the bias adds up. Boxes begin at multiples of 16 bytes."""
+    """Returns the columns that the taps read and the bias adds up; boxes begin at multiples of 16 bytes."""
     g = geometry
-    if pixels.cols >= g.width and not pixels.apart:
-        block = next(block for block in (8, 16, 32) if block >= min(32, g.out_width))
-        return Columns(0, block, ceil_div(g.out_width, block), whole=True)
+    if pixels.cols >= g.width and not pixels.has_halo:
+        box_cols = next(cols for cols in (8, 16, 32) if cols >= min(32, g.out_width))
+        return Columns(0, box_cols, ceil_div(g.out_width, box_cols), whole=True)
     reach = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] + 1 - g.padding[1]
-    left = round_up(g.padding[1], 4)
-    return Columns(left, 32, ceil_div(left + max(reach, pixels.cols * g.stride[1]), 32), whole=False)
+    left_halo = round_up(g.padding[1], 4)
+    return Columns(
+        left_halo, 32, ceil_div(left_halo + max(reach, pixels.cols * g.stride[1]), 32), whole=False
+    )
 
 
 def tiles_of(geometry: Geometry, tile: Tile) -> int:
-    """All groups', of one slice."""
+    """Returns the blocks of one split, of all groups."""
     g = geometry
-    chunks = ceil_div(g.out_channels_per_group, tile.chunk(g))
-    return ceil_div(g.in_channels_per_group, tile.cols) * chunks * g.kernel[0] * g.groups
+    co_tiles = ceil_div(g.out_channels_per_group, tile.tile_co(g))
+    return ceil_div(g.in_channels_per_group, tile.cols) * co_tiles * g.kernel[0] * g.groups
 
 
 def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
-    """Yields the tiles that fit, in one slice."""
-    for pixels, (warpgroups, blocks, cols) in itertools.product(dict.fromkeys(pixels_of(geometry)), _SHAPES):
-        tile = Tile(pixels, warpgroups, blocks, cols, 1)
+    """Yields the tiles that fit, with one split."""
+    for pixels, (warpgroups, m_tiles, cols) in itertools.product(dict.fromkeys(pixels_of(geometry)), _SHAPES):
+        tile = Tile(pixels, warpgroups, m_tiles, cols, 1)
         if fits(geometry, tile, device):
             yield tile
 
 
 def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
-    """Whether a block has room for a tile, which is no larger than there is work for."""
-    g, pixels, chunk = geometry, tile.pixels, tile.chunk(geometry)
-    if chunk == 0 or chunk > BOX_LIMIT:
+    """Returns whether a block has room for a tile that is no larger than its work."""
+    g, pixels, tile_co = geometry, tile.pixels, tile.tile_co(geometry)
+    if tile_co == 0 or tile_co > BOX_LIMIT:
         return False
-    if chunk >= 2 * max(32, g.out_channels_per_group) or tile.cols >= 2 * max(64, g.in_channels_per_group):
+    if tile_co >= 2 * max(32, g.out_channels_per_group) or tile.cols >= 2 * max(64, g.in_channels_per_group):
         return False
     if (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
         return False
-    return (pixels.rows == 1 or g.stride[0] <= STEP_LIMIT) and tile.ring(g, device) >= FEWEST_STAGES
+    return (pixels.rows == 1 or g.stride[0] <= STEP_LIMIT) and tile.ring(g, device) >= MIN_STAGES
 
 
-def in_slices(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
-    """With the slices that are expected to be the fastest; None where sums as short as they have to be leave too
-    many."""
+def with_splits(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
+    """Returns the tile with the number of splits that is expected to be the fastest; None where the truncation
+    of sums asks for more splits than the workspace holds."""
     g, stages = geometry, tile.pixels.stages(geometry)
-    most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
-    least_slices = ceil_div(stages * tile.pixels.count // 8, MOST_MULTIPLIES)
+    max_splits = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
+    min_splits = ceil_div(stages * tile.pixels.count // 8, MAX_MULTIPLIES)
     blocks = tiles_of(g, tile)
     found = {
-        max(1, least_slices, min(most_slices, waves * device.multiprocessors // blocks))
-        for waves in (1, 2, 3)
+        max(1, min_splits, min(max_splits, waves * device.multiprocessors // blocks)) for waves in (1, 2, 3)
     }
     cut = [
-        replace(tile, slices=slices)
-        for slices in sorted(found)
-        if slices == 1 or slices * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
+        replace(tile, splits=splits)
+        for splits in sorted(found)
+        if splits == 1 or splits * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
     ]
     return min(cut, key=lambda one: expected_clocks(g, one, device)) if cut else None
 
 
 def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
-    """Roughly, of the product, of what adds up its slices, and of a copy of the input before it."""
+    """Returns the expected clocks of the product, of the reduction of its splits, and of a copy of the input
+    before it."""
     g, pixels = geometry, tile.pixels
-    steps = pixels.count // 8 * tile.warpgroups * tile.blocks
+    steps = pixels.count // 8 * tile.warpgroups * tile.m_tiles
     stage = _STAGE_CLOCKS + max(
-        steps * (tile.cols * 0.55 + _WORDS_CLOCKS),
+        steps * (tile.cols * 0.55 + _FRAGMENT_CLOCKS),
         steps * (tile.cols / 4 + 16) + tile.stage_bytes(g) / _SHARED_RATE,
         (pixels.boxes * tile.cols + tile.output_rows(g)) * _ROW_CLOCKS,
     )
@@ -246,8 +273,8 @@ def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
         stage *= 1.15
     if pixels.cols % 4:
         stage *= 1.2
-    waves = ceil_div(tiles_of(g, tile) * tile.slices, device.multiprocessors)
-    stages = ceil_div(pixels.stages(g), tile.slices)
-    partial = weight_bytes(g) * (2 * tile.slices + 1 if tile.slices > 1 else 2) / PARTIAL_RATE
-    copied = 0 if lies_as_lines(g, pixels) else g.in_channels * g.height * pixels.line
-    return waves * (stages * stage + SLICE_CLOCKS) + partial + 8 * g.batch * copied / PARTIAL_RATE
+    waves = ceil_div(tiles_of(g, tile) * tile.splits, device.multiprocessors)
+    stages = ceil_div(pixels.stages(g), tile.splits)
+    partial = weight_bytes(g) * (2 * tile.splits + 1 if tile.splits > 1 else 2) / PARTIAL_RATE
+    copied = 0 if input_read_in_place(g, pixels) else g.in_channels * g.height * pixels.row_pitch
+    return waves * (stages * stage + SPLIT_CLOCKS) + partial + 8 * g.batch * copied / PARTIAL_RATE

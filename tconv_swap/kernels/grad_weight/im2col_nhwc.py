@@ -1,4 +1,5 @@
-"""Plans of csrc/kernels/grad_weight/im2col_nhwc.cu: the gradient of the weight in TF32 and channels_last (sm_90a)."""
+"""Plans of csrc/kernels/grad_weight/im2col_nhwc.cu: the gradient of the weight in TF32 and channels_last
+(sm_90a)."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
-    BOX,
+    BOX_CHANNELS,
     STEP_LIMIT,
     Tile,
     candidates,
-    rows_follow,
+    rows_are_contiguous,
     tiles_of,
 )
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
@@ -49,13 +51,13 @@ _FAMILY = "im2col_nhwc"
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first.
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
+    family does not claim the problem.
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
+    that of the bias.
 
-    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
-    the bias. Empty for what this family does not claim.
-
-    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for
-    each slice, offset in a stride and output channel.
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8
+    bytes for each split, offset in a stride and output channel.
     """
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
         return []
@@ -64,7 +66,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 
 
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
-    """All that can compute it."""
+    """Returns all tiles that compute the problem."""
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
         return []
@@ -72,41 +74,31 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernel can do it, if there is a tile."""
+    """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     # A pixel's channels, and those of a group, begin at multiples of 16 bytes.
     if (g.in_channels_per_group | g.out_channels_per_group) % 4 or max(g.stride) > STEP_LIMIT:
         return False
-    pixels = max(g.height * (g.width + BOX), g.out_height * g.out_width) * g.batch
+    pixels = max(g.height * (g.width + BOX_CHANNELS), g.out_height * g.out_width) * g.batch
     return problem.channels_last and 0 < pixels < INT32_LIMIT
 
 
 def reads_all_of_grad_output(geometry: Geometry) -> bool:
-    """Whether the taps whose offset lies in [0, stride) read every pixel of grad_output, and each once."""
+    """Returns whether the taps whose offset lies in [0, stride) read every pixel of grad_output exactly once."""
     g = geometry
-    return all(
-        out <= stride * size and set(range(stride)) <= {k * dilation - padding for k in range(kernel)}
-        for out, size, stride, padding, dilation, kernel in zip(
-            (g.out_height, g.out_width),
-            (g.height, g.width),
-            g.stride,
-            g.padding,
-            g.dilation,
-            g.kernel,
-            strict=True,
-        )
-    )
+    over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
+    return over_input and taps_cover_stride(g, 0) and taps_cover_stride(g, 1)
 
 
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
-    """The plan that computes the problem with this tile."""
+    """Returns the part that computes the problem with this tile."""
     g = problem.geometry
     memory = WorkspaceLayout()
     direct = tile.copies == 1 and problem.weight_channels_last
     partial_at = 0 if direct else memory.reserve(tile.copies * weight_bytes(g))
-    bias_rows = 2 * tile.slices * prod(g.stride)
+    bias_rows = 2 * tile.splits * prod(g.stride)
     bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     ring = tile.ring(g, device)
     launches = [
@@ -121,18 +113,18 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                     ("COLS", tile.pixels.cols),
                     ("TAP_ROWS", tile.taps[0]),
                     ("TAP_COLS", tile.taps[1]),
-                    ("CHUNKS", tile.chunks),
-                    ("FLAT", tile.flat),
+                    ("CO_BOXES", tile.co_boxes),
+                    ("BOX_PER_TAP_COL", tile.box_per_tap_col),
                     ("WARPGROUPS", tile.warpgroups),
-                    ("TILE_COLS", tile.cols),
+                    ("TILE_CI", tile.cols),
                     ("STAGES", ring),
-                    ("TOGETHER", tile.together),
+                    ("CLUSTER", tile.cluster),
                     ("WITH_BIAS", with_bias),
                 ),
-                # A few words, outside the loops.
+                # It spills a few registers, outside the loops.
                 spills=tile.warpgroups == 3 or with_bias,
             ),
-            grid=tiles_of(g, tile) * tile.slices,
+            grid=tiles_of(g, tile) * tile.splits,
             block=128 * (tile.warpgroups + 1),
             arguments=(
                 tensor_map(0),
@@ -152,19 +144,22 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         launches.append(
             split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
         )
-    return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), memory.bytes)
+    return Part(
+        _FAMILY, f"wgmma, {tile}, the input transposed in shared memory", tuple(launches), memory.bytes
+    )
 
 
 def _sizes(geometry: Geometry, tile: Tile) -> Words:
-    """What the kernel is told: of images whose rows follow one another, of one image."""
+    """Returns the kernel's size arguments; contiguous rows of all images count as one image."""
     g, p = geometry, tile.pixels
-    if rows_follow(g):
+    if rows_are_contiguous(g):
         g = replace(g, batch=1, height=g.batch * g.height)
-    return grad_weight_tile_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
+    return grad_weight_tile_sizes(g, (p.images, p.rows, p.cols), tile.splits, 0, tile.copies > 1)
 
 
 def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:
-    """Of the input, and of every ``stride``-th row and column of grad_output; not rounded where it is added up."""
+    """Returns the tensor maps of the input, and of every ``stride``-th row and column of grad_output, unrounded
+    where the bias is added up from it."""
     g, p = geometry, tile.pixels
     into = _pixels_map(
         input_(1),
@@ -189,12 +184,19 @@ def _pixels_map(
     pixels: tuple[int, int, int],
     steps: tuple[int, int],
 ) -> TensorMap:
-    """``image``: channels, columns, rows; ``pixels``: columns, rows, images of a box, so many ``steps`` apart."""
+    """Returns the tensor map of a tensor in channels_last.
+    Args:
+        image: channels, columns, rows.
+        pixels: columns, rows and images of a box.
+        steps: from a column and a row of a box to the next.
+    """
     channels, width, height = image
     batch = geometry.batch
     row = 4 * channels * width
     sizes = (
-        (channels, width, height * batch, 1) if rows_follow(geometry) else (channels, width, height, batch)
+        (channels, width, height * batch, 1)
+        if rows_are_contiguous(geometry)
+        else (channels, width, height, batch)
     )
     across, down = (step if count > 1 else 1 for step, count in zip(steps, pixels, strict=False))
     return TensorMap(
@@ -202,6 +204,6 @@ def _pixels_map(
         element,
         sizes=sizes,
         strides=(4 * channels, row, row * height),
-        box=(BOX, (pixels[0] - 1) * across + 1, (pixels[1] - 1) * down + 1, pixels[2]),
+        box=(BOX_CHANNELS, (pixels[0] - 1) * across + 1, (pixels[1] - 1) * down + 1, pixels[2]),
         steps=(1, across, down, 1),
     )

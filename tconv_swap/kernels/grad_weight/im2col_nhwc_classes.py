@@ -1,4 +1,4 @@
-"""Which tiles of csrc/kernels/grad_weight/im2col_nhwc.cu a layer has, whatever its sizes, and which of them computes
+"""Which tiles of csrc/kernels/grad_weight/im2col_nhwc.cu a layer has over all sizes, and which of them computes
 one size. Pure functions of data."""
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     candidates,
     clocks_of,
     expected_clocks,
-    has_boxes,
-    slice_choices,
+    fits,
+    split_choices,
     stage_clocks,
     stages_of,
     tiles_images,
     tiles_of,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
-    goes_down_strips,
     of_any_size,
     select,
     share_of,
     sizes_of,
+    stride1_may_win,
     weight_of,
 )
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 
-#: Kernels of a layer; of a size that is asked for others, the best so many of each size that stands for a class.
-MAX_SCHEDULES, MOST_OF_SIZE = 3, 6
-#: What a size counts for that the kernels of grad_weight/implicit_gemm.py compute instead: the logarithm of 2.8, as
-#: measured.
+#: Kernels of a layer; of each representative size, how many tiles are compared.
+MAX_SCHEDULES, MAX_PER_SIZE = 3, 6
+#: The cost of a size that the kernels of grad_weight/implicit_gemm.py compute instead: the logarithm of 2.8, as
+#: measured (docs/kernels/grad_weight/im2col_nhwc.md).
 UNCOVERED = 1.03
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What one kernel computes, of a layer: a tile but for its slices."""
+    """What one kernel of a layer computes: a tile without its splits."""
 
     tile: Tile
     stage_clocks: float
@@ -48,12 +48,13 @@ class Schedule:
     bytes_of_copy: int
 
     def best(self, geometry: Geometry, device: Device) -> tuple[float, int] | None:
-        """Clocks for a size, and with how many slices; None where the kernel is not for it."""
+        """Returns the expected clocks at a size and the splits with which it takes them; None where the kernel
+        does not compute it."""
         tile = self.tile
         if not tiles_images(geometry, tile.pixels):
             return None
         stages = stages_of(geometry, tile.pixels)
-        choices = slice_choices(stages, self.blocks, self.bytes_of_copy, tile.together, device)
+        choices = split_choices(stages, self.blocks, self.bytes_of_copy, tile.cluster, device)
         return min(
             (
                 (
@@ -62,28 +63,29 @@ class Schedule:
                         stages,
                         self.blocks,
                         self.bytes_of_copy,
-                        slices,
-                        tile.together,
+                        splits,
+                        tile.cluster,
                         device,
                     ),
-                    slices,
+                    splits,
                 )
-                for slices in choices
+                for splits in choices
             ),
             default=None,
         )
 
 
 def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
-    """At most ``count`` tiles for this size, the one expected to be the fastest first: the first among the layer's
-    kernels, the others among all that were thought of."""
+    """Returns at most ``count`` tiles for this size, the fastest expected first.
+    The first is one of the layer's kernels; the others come from all candidates.
+    """
     geometry, layer = problem.geometry, of_any_size(problem)
 
     def ranked(found: tuple[Schedule, ...]) -> list[Tile]:
         timed = [(one.best(geometry, device), one.tile) for one in found]
         fitting = [(best, tile) for best, tile in timed if best is not None]
         fitting.sort(key=lambda one: one[0])
-        return [replace(tile, slices=slices) for (_, slices), tile in fitting]
+        return [replace(tile, splits=splits) for (_, splits), tile in fitting]
 
     best = ranked(schedules(layer, device))[:1]
     if best and count > 1:
@@ -93,18 +95,19 @@ def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
 
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
-    """The kernels of a layer (``of_any_size``) that are chosen from."""
+    """Returns the kernels of a layer (``of_any_size``)."""
     maps = [size.of(layer.geometry) for size in sizes_of(layer)]
     found = pool(layer, device)
     clocks = [[(one.best(geometry, device) or (math.inf,))[0] for geometry in maps] for one in found]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    most = share_of(layer, MAX_SCHEDULES - goes_down_strips(layer.geometry))
-    return tuple(found[index] for index in select(clocks, weights, most, UNCOVERED))
+    limit = share_of(layer, MAX_SCHEDULES - stride1_may_win(layer.geometry))
+    return tuple(found[index] for index in select(clocks, weights, limit, UNCOVERED))
 
 
 @lru_cache(maxsize=256)
 def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
-    """All that are compared: the best at each size, and the very best of these with the pixels of all."""
+    """Returns all candidates: the best tiles at each representative size, and the very best of them with the
+    pixels of all."""
     found: dict[Tile, None] = {}
     firsts: dict[Tile, None] = {}
     for size in sizes_of(layer):
@@ -113,10 +116,10 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
             (expected_clocks(geometry, tile, device), i, tile)
             for i, tile in enumerate(candidates(geometry, device))
         )
-        found.update((replace(tile, slices=1), None) for _, _, tile in timed[:MOST_OF_SIZE])
-        firsts.update((replace(tile, slices=1, together=1), None) for _, _, tile in timed[:1])
+        found.update((replace(tile, splits=1), None) for _, _, tile in timed[:MAX_PER_SIZE])
+        firsts.update((replace(tile, splits=1, cluster=1), None) for _, _, tile in timed[:1])
     pixels = dict.fromkeys(tile.pixels for tile in found)
     crossed = (replace(tile, pixels=one) for tile in firsts for one in pixels)
-    found.update((tile, None) for tile in crossed if has_boxes(layer.geometry, tile, device))
+    found.update((tile, None) for tile in crossed if fits(layer.geometry, tile, device))
     g = layer.geometry
     return tuple(Schedule(tile, stage_clocks(g, tile), tiles_of(g, tile), weight_bytes(g)) for tile in found)

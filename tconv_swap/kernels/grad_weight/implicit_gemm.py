@@ -1,7 +1,8 @@
-"""Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
-
-What the copy engine can bring is planned by grad_weight_tma, strided layers with many channels in TF32 by
-plan_grad_weight_{direct,rows,in_place}, those of stride 1 by grad_weight_stride1.
+"""Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma,wgmma_tf32}.cu, and the order of the families of
+the stage.
+16 bits in channels_last are planned by implicit_gemm_tma, wide strided layers in TF32 by im2col_nchw,
+im2col_nhwc and pixel_rows, large images at stride 1 by stride1. Where one of them was measured to be faster,
+its plan comes first.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhw
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
-from tconv_swap.kernels.grad_weight.im2col_nchw_classes import LEAST_MACS
+from tconv_swap.kernels.grad_weight.im2col_nchw_classes import MIN_MACS
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, choose, registers
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles
-from tconv_swap.kernels.grad_weight.implicit_gemm_cost import slices_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles, taps_cover_stride
+from tconv_swap.kernels.grad_weight.implicit_gemm_cost import splits_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     item_bytes,
     shared_bytes,
@@ -48,201 +49,204 @@ from tconv_swap.runtime.program import (
 )
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Of a group, from which tiles with pixels along lines are filled; the least work they were measured to be faster at.
-MANY_CHANNELS = 64
-LEAST_MACS_IN_PLACE = 1 << 29
-#: In NCHW with so many input channels times output channels of a group.
-MANY_PAIRS, LEAST_MACS_MANY_PAIRS = 256 * 128, 1 << 28
-LEAST_MULTIPLIES_OF_A_PIXEL = 200
-#: The same from which parting grad_output first is the faster.
-MOST_MULTIPLIES_OF_A_PIXEL = 4096
-#: At stride 1: channels on either side of a group, and work, from which strips were measured to be the faster.
-STRIPS_CHANNELS, STRIPS_MACS = 32, 1 << 35
-#: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
+#: Channels of a group, on either side, from which the TF32 families with pixels along k fill their tiles.
+WIDE_CHANNELS = 64
+#: Multiply-accumulates from which im2col_nhwc was measured to be faster (docs/kernels/grad_weight/im2col_nhwc.md).
+NHWC_MIN_MACS = 1 << 29
+#: From this product of a group's input and output channels on, pixel_rows was measured to be faster from less work
+#: on.
+WIDE_PAIRS, WIDE_PAIRS_MIN_MACS = 256 * 128, 1 << 28
+#: Input channels times taps, for each pixel of a stride, from which pixel_rows is worth its copy of grad_output.
+PIXEL_ROWS_MIN_MULTIPLIES = 200
+#: The same product up to which im2col_nchw is faster; above it pixel_rows is
+#: (docs/kernels/grad_weight/pixel_rows.md).
+IM2COL_MAX_MULTIPLIES = 4096
+#: Channels on either side of a group, and multiply-accumulates, from which stride1 was measured to be faster.
+STRIDE1_MIN_CHANNELS, STRIDE1_MIN_MACS = 32, 1 << 35
+#: Registers of a thread that must be left over for the compiler never to spill (up to 72 bytes were seen).
 SPARE_REGISTERS = 48
 
 
 @lru_cache(maxsize=256)
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
-    the bias. None for what this family does not claim.
+    """Returns the plan of the gradient of the weight, or None where no family of this stage claims the problem.
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight; ``with_bias`` also that
+    of the bias.
 
-    Workspace: at most 64 MiB, or one copy of the gradient in float32 and whole tiles if that is more; and 4 bytes for
-    each channel, slice and warp along the taps for the bias.
+    Workspace: at most 64 MiB, or one float32 copy of the gradient in whole tiles if that is more; and 4 bytes
+    for each channel, split and warp along the taps for the bias.
     """
     parts = part_candidates(problem, device, with_bias, count=1)
     return parts[0] if parts else None
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
-    if strips := _down_strips(problem, device, with_bias, count):
-        return strips
-    as_it_lies, along_lines = _as_it_lies(problem), _along_pixels(problem)
-    preferred = as_it_lies or along_lines
-    along_pixels: list[Part] = []
-    if as_it_lies or count > 1:
-        # Each claims one layout.
-        along_pixels += grad_weight_im2col_nchw.part_candidates(problem, device, with_bias, (count + 1) // 2)
-        along_pixels += grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, (count + 1) // 2)
-    if along_lines or count > 1:
-        _, most = _along_pixels_schedules(problem, device)
-        lines = grad_weight_pixel_rows.part_candidates(problem, device, with_bias, count, most)
-        along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
-        along_pixels = along_pixels[:count]
-    if not along_pixels:
-        return across_pixels(problem, device, with_bias, count)
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
+    if stride1_parts := _stride1_parts(problem, device, with_bias, count):
+        return stride1_parts
+    im2col, pixel_rows = _im2col_wins(problem), _pixel_rows_win(problem)
+    preferred = im2col or pixel_rows
+    k_contiguous: list[Part] = []
+    if im2col or count > 1:
+        # Each of the two claims one layout.
+        k_contiguous += grad_weight_im2col_nchw.part_candidates(problem, device, with_bias, (count + 1) // 2)
+        k_contiguous += grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, (count + 1) // 2)
+    if pixel_rows or count > 1:
+        _, limit = _nchw_schedules(problem, device)
+        parts = grad_weight_pixel_rows.part_candidates(problem, device, with_bias, count, limit)
+        k_contiguous = k_contiguous + parts if im2col else parts[: count // 2 or 1] + k_contiguous
+        k_contiguous = k_contiguous[:count]
+    if not k_contiguous:
+        return implicit_gemm_parts(problem, device, with_bias, count)
     if count == 1:
-        return along_pixels
-    # Some of each kind for whoever measures.
-    others = across_pixels(problem, device, with_bias, count // 2 if preferred else count - 1)
+        return k_contiguous
+    # To be measured, some of each kind.
+    others = implicit_gemm_parts(problem, device, with_bias, count // 2 if preferred else count - 1)
     if preferred:
-        return along_pixels[: count - len(others)] + others
-    return others + along_pixels[: count - len(others)]
+        return k_contiguous[: count - len(others)] + others
+    return others + k_contiguous[: count - len(others)]
 
 
-def _down_strips(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Those of grad_weight_stride1, where they were measured to be the faster, and some others for whoever
-    measures; else none. The bias they leave to a pass of its own, which may take what they gain."""
+def _stride1_parts(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Returns the parts of stride1 where it was measured to be faster, with some of the implicit GEMM to be
+    measured beside it; else none.
+    stride1 leaves the bias to a launch of its own, which may cost what stride1 gains, so it is not planned with
+    a bias.
+    """
     g = problem.geometry
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if with_bias or channels < STRIPS_CHANNELS or g.macs < STRIPS_MACS:
+    if with_bias or channels < STRIDE1_MIN_CHANNELS or g.macs < STRIDE1_MIN_MACS:
         return []
-    strips = grad_weight_stride1.part_candidates(problem, device, count)
-    if not strips or not grad_weight_stride1.preferred(problem, device):
+    stride1_parts = grad_weight_stride1.part_candidates(problem, device, count)
+    if not stride1_parts or not grad_weight_stride1.preferred(problem, device):
         return []
-    return strips[: count - count // 2] + across_pixels(problem, device, False, count // 2)
+    return stride1_parts[: count - count // 2] + implicit_gemm_parts(problem, device, False, count // 2)
 
 
-def across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Those in whose tiles a pixel's channels lie together; over all sizes of a layer the first is one of
-    ``MAX_SCHEDULES``."""
+def implicit_gemm_parts(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Returns the parts of the implicit GEMM, whose tiles hold a pixel's channels side by side.
+    Over all sizes of a layer the first part uses one of at most ``MAX_SCHEDULES`` kernels.
+    """
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
-    boxes = grad_weight_tma.part_candidates(problem, device, with_bias, (count + 1) // 2)
-    if len(boxes) == count:
-        return boxes
-    found = choose(problem, device, count - len(boxes), most_schedules(problem, device))
-    return boxes + [plan_with_schedule(problem, one, device, with_bias) for one in found]
+    tma_parts = grad_weight_tma.part_candidates(problem, device, with_bias, (count + 1) // 2)
+    if len(tma_parts) == count:
+        return tma_parts
+    found = choose(problem, device, count - len(tma_parts), max_schedules(problem, device))
+    return tma_parts + [plan_with_schedule(problem, one, device, with_bias) for one in found]
 
 
-def most_schedules(problem: Problem, device: Device) -> int:
-    """Kernels of this file that a layer has over all sizes: those that it has in all, less what others take."""
+def max_schedules(problem: Problem, device: Device) -> int:
+    """Returns how many kernels of this file a layer may have over all sizes: the limit of the stage less those
+    of the other families."""
     g = problem.geometry
     if g.taps >= MANY_TAPS:
-        return 1  # of what plan_narrow_grad_weight leaves over
+        return 1  # narrow_mma has the others
     if grad_weight_tma.claims(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
-        return MAX_SCHEDULES - grad_weight_tma.most_schedules(problem, by_itself=False)
+        return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if problem.channels_last and problem.is_tf32 and channels >= STRIPS_CHANNELS and g.taps > 1:
+    if problem.channels_last and problem.is_tf32 and channels >= STRIDE1_MIN_CHANNELS and g.taps > 1:
         return MAX_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
-    others = max(sum(_along_pixels_schedules(problem, device)), _strips_schedules(problem, device))
+    others = max(sum(_nchw_schedules(problem, device)), _stride1_schedules(problem, device))
     return MAX_SCHEDULES - others
 
 
-def _along_pixels_schedules(problem: Problem, device: Device) -> tuple[int, int]:
-    """Kernels that a layer in NCHW has of grad_weight_im2col_nchw and of grad_weight_pixel_rows, whatever its sizes."""
+def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
+    """Returns how many kernels of im2col_nchw and of pixel_rows a layer in NCHW has over all its sizes."""
     g = problem.geometry
     in_tf32 = device.architecture == "sm_90a" and problem.is_tf32 and not problem.channels_last
     if not in_tf32 or max(g.stride) == 1:
         return 0, 0
-    of_direct = grad_weight_im2col_nchw.MAX_SCHEDULES if _may_lie(problem) else 0
-    if not _has_many_channels(problem):
-        return of_direct, 0
-    return of_direct, 1 if of_direct else grad_weight_pixel_rows.MAX_SCHEDULES
+    im2col_nchw = grad_weight_im2col_nchw.MAX_SCHEDULES if _im2col_nchw_may_win(problem) else 0
+    if not _is_wide(problem):
+        return im2col_nchw, 0
+    return im2col_nchw, 1 if im2col_nchw else grad_weight_pixel_rows.MAX_SCHEDULES
 
 
-def _strips_schedules(problem: Problem, device: Device) -> int:
-    """Kernels that a layer has of grad_weight_stride1, whatever its sizes."""
+def _stride1_schedules(problem: Problem, device: Device) -> int:
+    """Returns how many kernels of stride1 a layer has over all its sizes."""
     g = problem.geometry
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if channels < STRIPS_CHANNELS or g.taps == 1 or not grad_weight_stride1.claims_some(problem, device):
+    if channels < STRIDE1_MIN_CHANNELS or g.taps == 1 or not grad_weight_stride1.claims_some(problem, device):
         return 0
     return grad_weight_stride1.MAX_SCHEDULES
 
 
-def _along_pixels(problem: Problem) -> bool:
-    """Strides in NCHW with channels enough for large tiles, work enough for all of them and multiplies enough for each
-    pixel of grad_output, which is copied first: where pixels along k in TF32 were the faster."""
+def _pixel_rows_win(problem: Problem) -> bool:
+    """Returns whether pixel_rows was measured to be the fastest.
+    It holds for strided layers in NCHW with enough channels for large tiles, enough work to fill the GPU, and
+    enough multiplies for each pixel of grad_output to pay for its copy.
+    """
     g = problem.geometry
-    if problem.channels_last or max(g.stride) == 1 or not _has_many_channels(problem):
+    if problem.channels_last or max(g.stride) == 1 or not _is_wide(problem):
         return False
-    many = g.in_channels_per_group * g.out_channels_per_group >= MANY_PAIRS
-    return g.macs >= (LEAST_MACS_MANY_PAIRS if many else LEAST_MACS)
+    many = g.in_channels_per_group * g.out_channels_per_group >= WIDE_PAIRS
+    return g.macs >= (WIDE_PAIRS_MIN_MACS if many else MIN_MACS)
 
 
-def _has_many_channels(problem: Problem) -> bool:
-    """The same of a layer in NCHW, whatever its sizes."""
+def _is_wide(problem: Problem) -> bool:
+    """Returns whether a layer in NCHW has the channels that pixel_rows needs, whatever its sizes."""
     g = problem.geometry
-    enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
+    enough = PIXEL_ROWS_MIN_MULTIPLIES * math.prod(g.stride)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    return channels >= MANY_CHANNELS and g.in_channels_per_group * g.taps >= enough
+    return channels >= WIDE_CHANNELS and g.in_channels_per_group * g.taps >= enough
 
 
-def _as_it_lies(problem: Problem) -> bool:
-    """Where grad_output's words straight from memory were the faster in TF32: channels and work enough; and in NCHW
-    strides, rows that boxes can bring, and not so many multiplies for each of its elements that parting it costs next
-    to nothing."""
+def _im2col_wins(problem: Problem) -> bool:
+    """Returns whether im2col_nchw or im2col_nhwc was measured to be the fastest in TF32.
+    Both need enough channels and work. NCHW also needs a stride, rows of grad_output that the copy engine can
+    load, and not so many multiplies for each element of grad_output that a copy of it costs next to nothing.
+    """
     g = problem.geometry
-    if g.in_channels_per_group < MANY_CHANNELS or g.out_channels_per_group < MANY_CHANNELS // 2:
+    if g.in_channels_per_group < WIDE_CHANNELS or g.out_channels_per_group < WIDE_CHANNELS // 2:
         return False
     if problem.channels_last:
-        return g.taps > 1 and g.macs >= LEAST_MACS_IN_PLACE
+        return g.taps > 1 and g.macs >= NHWC_MIN_MACS
     if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
         return False
-    return g.macs >= LEAST_MACS and _may_lie(problem)
+    return g.macs >= MIN_MACS and _im2col_nchw_may_win(problem)
 
 
-def _may_lie(problem: Problem) -> bool:
-    """The same of a layer in NCHW, whatever its sizes."""
+def _im2col_nchw_may_win(problem: Problem) -> bool:
+    """Returns whether im2col_nchw can be the fastest at some size of a layer in NCHW."""
     g = problem.geometry
-    if g.in_channels_per_group < MANY_CHANNELS or g.out_channels_per_group < MANY_CHANNELS // 2:
+    if g.in_channels_per_group < WIDE_CHANNELS or g.out_channels_per_group < WIDE_CHANNELS // 2:
         return False
     one_row = g.kernel[0] == g.stride[0] == 1
-    many = MOST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
+    many = IM2COL_MAX_MULTIPLIES * math.prod(g.stride)
     return not one_row and g.in_channels_per_group * g.taps <= many
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this file compute the problem, if there is a tile."""
+    """Returns whether the kernels of this file compute the problem, provided that a tile fits."""
     g = problem.geometry
     if problem.dtype not in _DTYPES or device.compute_capability < 80 or g.batch == 0:
         return False
     image = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
-    # Offsets within an image are counted in 32 bits.
+    # Offsets within an image have 32 bits.
     if image * item_bytes(problem) >= INT32_LIMIT:
         return False
     return min(g.in_channels_per_group, g.out_channels_per_group) >= 8
 
 
 def reads_all_of_grad_output(problem: Problem) -> bool:
-    """Whether the taps whose offset lies in [0, stride) read every pixel of grad_output, and each once."""
+    """Returns whether the taps whose offset lies in [0, stride) read every pixel of grad_output exactly once."""
     g = problem.geometry
-    return all(
-        out == stride * size
-        and all((r + padding) % dilation == 0 and (r + padding) // dilation < kernel for r in range(stride))
-        for out, size, stride, padding, dilation, kernel in zip(
-            (g.out_height, g.out_width),
-            (g.height, g.width),
-            g.stride,
-            g.padding,
-            g.dilation,
-            g.kernel,
-            strict=True,
-        )
-    )
+    whole = g.out_height == g.stride[0] * g.height and g.out_width == g.stride[1] * g.width
+    return whole and taps_cover_stride(g, 0) and taps_cover_stride(g, 1)
 
 
 @lru_cache(maxsize=4096)
 def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kernel, Kernel, int]:
-    """That which multiplies, that which adds up what it leaves, and rows of the bias that one slice writes."""
+    """Returns the kernel that multiplies, the kernel that reduces its splits, and how many rows of bias sums a
+    split writes."""
     problem, tile = schedule.problem, schedule.tile
     g = problem.geometry
     into, out = windows(problem, tile)
     precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if problem.is_ieee else 0)
     taken, available = registers(problem, tile)
     bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
-    if not tile.wgmma:  # all warps that read the same of grad_output take their turns
+    if not tile.wgmma:  # all warps that read the same pixels of grad_output take turns
         bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
     swapped = tile.wgmma and item_bytes(problem) == 4
     name = (
@@ -281,18 +285,18 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
 
 
 def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, with_bias: bool) -> Part:
-    """The plan that computes the problem with this schedule of its layer."""
+    """Returns the part that computes the problem with this schedule of its layer."""
     g, tile, work = problem.geometry, schedule.tile, schedule.work
     main, reduce, bias_rows = _kernels(schedule, with_bias, device)
     tiles = pixel_tiles(g, tile.shape)
-    slices = slices_of(work, tile, tiles, device)
-    flush = flush_of(tile.pixels // step_pixels(problem) // tile.warps[3], ceil_div(tiles, slices))
-    copies = slices * tile.warps[3]
+    splits = splits_of(work, tile, tiles, device)
+    flush = flush_of(tile.pixels // step_pixels(problem) // tile.warps[3], ceil_div(tiles, splits))
+    copies = splits * tile.warps[3]
     through_workspace = copies > 1 or flush > 0
-    sums = Sums(copies, work.slice_bytes if through_workspace else 0, bias_rows * slices if with_bias else 0)
+    sums = Sums(copies, work.split_bytes if through_workspace else 0, bias_rows * splits if with_bias else 0)
     launch = Launch(
         main,
-        grid=work.blocks * slices,
+        grid=work.blocks * splits,
         block=tile.threads,
         arguments=(
             input_(1),
@@ -303,11 +307,11 @@ def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, wit
             struct(0),
         ),
         shared_bytes=shared_bytes(schedule.problem, tile),
-        structs=(grad_weight_tile_sizes(g, tile.shape, slices, flush, through_workspace),),
+        structs=(grad_weight_tile_sizes(g, tile.shape, splits, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm",
-        f"{'wgmma' if tile.wgmma else 'mma'}, {tile}, {slices} slices",
+        f"{'wgmma' if tile.wgmma else 'mma'}, {tile}, {splits} splits",
         (launch, *reduction(reduce, g.out_channels, sums)),
         sums.bytes(g.out_channels),
     )

@@ -1,5 +1,5 @@
-"""The tiles of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu that fit; which few of them are a layer's kernels,
-and which of those computes one size."""
+"""The tiles of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma,wgmma_tf32}.cu: which fit, which few of them
+are a layer's kernels, and which of those computes one size."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Of one multiprocessor.
+#: Registers of a multiprocessor.
 REGISTERS = 65536
-#: Shapes of which all tiles of pixels are compared: of each kind, those that do best at a size; and by what tiles.
+#: For how many shapes of each kind, the best at each size, all tiles of pixels are compared; the tiles of pixels
+#: with which shapes are compared.
 SHAPES_TRIED = 2
 USUAL_PIXELS = ((1, 8, 16), (1, 8, 8), (1, 4, 16), (1, 16, 16), (1, 4, 8))
-#: What a kernel's table holds of a piece's row and column, from the window's first
-#: (grad_weight/implicit_gemm_producer.cuh).
-MOST_ROWS, MOST_COLS = 1024, 2048
+#: What a piece's row and column, counted from the window's first, must stay below: the fields of the kernel's
+#: table (grad_weight/implicit_gemm_producer.cuh).
+MAX_ROWS, MAX_COLS = 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A tile but for its pixels."""
+    """A tile without its pixels."""
 
     taps: Pair
     tap_step: Pair
@@ -58,8 +59,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What one kernel computes, of a layer. ``copies``: elements of the input and of grad_output that are copied in one
-    piece."""
+    """What one kernel of a layer computes.
+    Attributes:
+        copies: elements of one copy of the input and of grad_output.
+    """
 
     problem: Problem
     tile: Tile
@@ -67,7 +70,7 @@ class Schedule:
     copies: Pair
 
     def legal(self, geometry: Geometry) -> bool:
-        """Whether the kernel is right for this size."""
+        """Returns whether the kernel computes this size correctly."""
         if not self.problem.channels_last and (
             geometry.width % self.copies[0] or geometry.out_width % self.copies[1]
         ):
@@ -75,33 +78,36 @@ class Schedule:
         return counts_in_32_bits(geometry, self.tile.shape)
 
     def suits(self, geometry: Geometry) -> bool:
-        """Whether it is legal, and its tiles are meant for such maps: those of several images, or of rows of a few
-        pixels, for maps that are no larger."""
+        """Returns whether the kernel is legal and its tiles are meant for such maps: tiles of several images,
+        or of rows of a few pixels, only for maps that are no larger."""
         tile = self.tile
         if tile.images > 1 and (tile.rows < geometry.height or tile.cols < geometry.width):
             return False
         return not tile.cols < min(8, geometry.width) and self.legal(geometry)
 
     def clocks(self, geometry: Geometry | Size, device: Device) -> float:
+        """Returns the expected clocks of the launch at this size."""
         return expected_clocks(self.work, self.tile, pixel_tiles(geometry, self.tile.shape), device)
 
 
 def schedule_of(problem: Problem, tile: Tile) -> Schedule:
-    """What the kernel of a layer computes with the tile."""
+    """Returns the schedule of a layer's kernel with this tile."""
     into, out = windows(problem, tile)
     return Schedule(problem, tile, work_of(problem, tile), (into.copy, out.copy))
 
 
-def choose(problem: Problem, device: Device, count: int, most: int) -> list[Schedule]:
-    """At most ``count`` schedules for this size, the one expected to be the fastest first: the first among the layer's
-    kernels, at most ``most`` over all sizes, the others among all that were thought of."""
+def choose(problem: Problem, device: Device, count: int, limit: int) -> list[Schedule]:
+    """Returns at most ``count`` schedules for this size, the fastest expected first.
+    The first is one of the layer's kernels, of which there are at most ``limit`` over all sizes; the others
+    come from all candidates.
+    """
     geometry = problem.geometry
 
     def clocks(one: Schedule) -> float:
         return one.clocks(geometry, device)
 
-    layer = of_any_size(problem, pixels_apart=most > 1)
-    found = schedules(layer, device, most)
+    layer = of_any_size(problem, pixels_apart=limit > 1)
+    found = schedules(layer, device, limit)
     suitable = [one for one in found if one.suits(geometry)] or [one for one in found if one.legal(geometry)]
     if not suitable:
         return []
@@ -115,9 +121,9 @@ def choose(problem: Problem, device: Device, count: int, most: int) -> list[Sche
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]:
-    """The kernels of a layer (``of_any_size``) that are chosen from."""
-    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
+def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
+    """Returns the kernels of a layer (``of_any_size``)."""
+    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is only measured, never chosen.
     swapped = item_bytes(layer) == 4 and layer.geometry.stride != (1, 1)
     found = [one for one in pool(layer, device) if not (one.tile.wgmma and swapped)]
     maps = [size.of(layer.geometry) for size in sizes_of(layer)]
@@ -126,26 +132,26 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
         for one in found
     ]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    return tuple(found[index] for index in select(clocks, weights, share_of(layer, most)))
+    return tuple(found[index] for index in select(clocks, weights, share_of(layer, limit)))
 
 
 @lru_cache(maxsize=256)
 def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
-    """All schedules that are compared: every tile of pixels of the shapes that do best at some size."""
+    """Returns all candidate schedules: every tile of pixels of the shapes that do best at some size."""
     sizes = sizes_of(layer)
     multiples = _multiples(layer)
     firsts: dict[bool, list[tuple[Shape, Schedule]]] = {False: [], True: []}
     for shape in _shapes(layer, device):
-        # Maps of one pixel are all alike.
-        alike = len(sizes) == 1
-        usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if alike else USUAL_PIXELS
+        # All maps of one pixel are equal.
+        one_size = len(sizes) == 1
+        usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if one_size else USUAL_PIXELS
         tile = next(_tiles(layer, shape, usual, multiples[0], device), None)
         if tile is not None:
             firsts[shape.wgmma].append((shape, schedule_of(layer, tile)))
     shapes: dict[Shape, None] = {}
     for kind in firsts.values():
         for size in sizes:
-            # As if tiles of this shape filled the map.
+            # The map is taken to be filled by tiles of this shape.
             pixels = size.batch * size.height * size.width
 
             def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
@@ -165,8 +171,8 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
 
 
 def _multiples(layer: Problem) -> tuple[Pair, ...]:
-    """Powers of two that divide the columns of the input and of the output, of maps that differ by that; none in
-    channels_last."""
+    """Returns the powers of two that divide the columns of the input and of the output, for each kind of map;
+    (1, 1) alone in channels_last."""
     if layer.channels_last:
         return ((1, 1),)
     of_layer = (replace(layer.geometry, width=width) for width in (64, 62))
@@ -175,10 +181,13 @@ def _multiples(layer: Problem) -> tuple[Pair, ...]:
 
 
 def _power_in(size: int) -> int:
+    """Returns the largest power of two that divides ``size``, at most the elements of a 16-byte copy in 16
+    bits."""
     return min(COPY_BYTES // 2, size & -size)
 
 
 def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
+    """Yields the shapes of each kind of tensor-core instruction."""
     kinds = [(False, _warp_choices)]
     if device.architecture == "sm_90a" and not problem.is_ieee:
         kinds.append((True, _warpgroup_choices if item_bytes(problem) == 2 else _swapped_choices))
@@ -195,7 +204,7 @@ def _tiles(
     multiples: Pair,
     device: Device,
 ) -> Iterator[Tile]:
-    """Of one shape, with the pixels of the choices."""
+    """Yields the tiles of one shape with each choice of pixels that fits."""
     for pixels, blocks in itertools.product(choices, (1, 2)):
         if math.prod(shape.warps) * blocks > 16 or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
             continue
@@ -224,7 +233,8 @@ _Warps = tuple[tuple[int, int, int, int], int, int, int]
 
 
 def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
-    """The same for warpgroups, whose four warps lie along m."""
+    """Yields warps along (m, n, taps, k) and the channels in, channels out and taps of a warp for 16-bit wgmma,
+    where a warpgroup's four warps lie along m."""
     g = problem.geometry
     if g.in_channels_per_group <= 32:
         return
@@ -244,15 +254,16 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
 
 
 def _fits_wgmma(problem: Problem, pixels: tuple[int, int, int], shape: Shape) -> bool:
+    """Returns whether wgmma can read tiles of these pixels."""
     if item_bytes(problem) == 2:
-        return pixels[2] >= 8  # a run of 8 lies in one piece
-    # Pairs of steps; channels_last: channels are dealt to threads.
-    dealt = not problem.channels_last or 32 * math.prod(shape.warps) % shape.warp_m == 0
-    return dealt and math.prod(pixels) % (16 * shape.warps[3]) == 0
+        return pixels[2] >= 8  # 8 pixels of a multiply are contiguous
+    # The loop takes two steps at a time; in channels_last every thread copies one set of channels.
+    divides = not problem.channels_last or 32 * math.prod(shape.warps) % shape.warp_m == 0
+    return divides and math.prod(pixels) % (16 * shape.warps[3]) == 0
 
 
 def _swapped_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
-    """The same for TF32, where the four warps of a warpgroup lie along n."""
+    """Yields the same for wgmma in TF32, where a warpgroup's four warps lie along n."""
     g = problem.geometry
     if g.out_channels_per_group <= 32:
         return
@@ -271,17 +282,17 @@ def _swapped_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
 
 
 def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
-    """Warps along m, n, taps, pixels; channels in, channels out and taps of one warp."""
+    """Yields warps along (m, n, taps, k) and the channels in, channels out and taps of a warp for mma.sync."""
     g = problem.geometry
-    # Too few sums a warp wait for their operands; a small product has no more.
+    # A warp with too few sums waits for its operands; a small product has no more.
     widest = [
         min(64, 1 << (channels - 1).bit_length())
         for channels in (g.in_channels_per_group, g.out_channels_per_group)
     ]
-    least = min(48, max(16, widest[0]) * widest[1] * min(taps, 5) // 64)
+    min_sums = min(48, max(16, widest[0]) * widest[1] * min(taps, 5) // 64)
     for warp_m, warp_n, warp_taps in itertools.product((64, 32, 16), (64, 32, 16, 8), (1, 2, 3, 4, 5, 6, 8)):
         sums = warp_m * warp_n * warp_taps // 32
-        if warp_taps > taps or not least <= sums <= 128 or (problem.is_ieee and warp_m == 64):
+        if warp_taps > taps or not min_sums <= sums <= 128 or (problem.is_ieee and warp_m == 64):
             continue
         if warp_m >= max(32, 2 * g.in_channels_per_group) or warp_n >= max(16, 2 * g.out_channels_per_group):
             continue
@@ -298,7 +309,8 @@ def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
 
 
 def _tap_choices(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
-    """Taps of a block and steps between them: all; those of one vertical phase; fewer rows or columns."""
+    """Yields the taps of a block and the steps between them: all taps, those of one vertical phase, fewer rows
+    or columns."""
     g = problem.geometry
     period = g.stride[0] // math.gcd(g.stride[0], g.dilation[0])
     row_choices = {(g.kernel[0], 1), (1, 1)}
@@ -315,8 +327,8 @@ def _tap_choices(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
 
 @lru_cache(maxsize=256)
 def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
-    """Images, rows, columns of a tile of pixels: a multiple of ``step``, powers of two; near to 128 and to a square
-    first."""
+    """Returns images, rows and columns of tiles of a multiple of ``step`` pixels, powers of two, those nearest
+    to 128 pixels and to a square first."""
     found = []
     widest, tallest, deepest = (
         1 << max(0, count - 1).bit_length() for count in (size.width, size.height, size.batch)
@@ -327,7 +339,7 @@ def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
         if rows * cols >= max(64, step):
             images = [1]
         elif cols == widest and rows == tallest:
-            # Small maps: whole images, many of them.
+            # Small maps: many whole images.
             images = [count // (rows * cols) for count in (32, 64, 128) if count <= deepest * rows * cols]
             images = images or [max(step, 32) // (rows * cols)]
         else:
@@ -341,23 +353,24 @@ def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
 
 
 def registers(problem: Problem, tile: Tile) -> tuple[int, int]:
-    """Of a thread: what the tile takes, about, and what there is."""
+    """Returns the registers that a thread is estimated to need, and those that it can have."""
     staged = sum(window.staged_registers(tile.threads) for window in windows(problem, tile))
     if not tile.wgmma:
         fragments = tile.warp_m // 16 * (8 if problem.is_ieee else 4) + (16 if problem.is_ieee else 8)
     else:
         fragments = 8 * tile.warp_taps if item_bytes(problem) == 4 else 0
-    # Each quarter of a multiprocessor has its own registers.
+    # Each quarter of a multiprocessor has registers of its own.
     threads = round_up(tile.threads * tile.blocks_per_multiprocessor, 128)
     taken = tile.sums + fragments + staged + tile.warp_taps + tile.warp_n // 8 + 48
     return taken, min(255, REGISTERS // threads // 8 * 8)
 
 
 def _fits(problem: Problem, tile: Tile, device: Device) -> bool:
+    """Returns whether registers and shared memory suffice for a tile."""
     into, out = windows(problem, tile)
-    if out.span[0] > MOST_ROWS or out.span[1] > MOST_COLS:
+    if out.span[0] > MAX_ROWS or out.span[1] > MAX_COLS:
         return False
-    # What goes through registers is one tile ahead, no more.
+    # What goes through registers is loaded one tile ahead, so more stages would stay empty.
     if (into.through_registers or out.through_registers) and tile.stages > (3 if tile.wgmma else 2):
         return False
     taken, available = registers(problem, tile)

@@ -1,4 +1,5 @@
-"""How the work of csrc/kernels/grad_weight_*.cu is cut into blocks, and how long that may be expected to take."""
+"""How the implicit GEMM of csrc/kernels/grad_weight/implicit_gemm_*.cu is split over blocks, and its expected
+time."""
 
 from __future__ import annotations
 
@@ -16,71 +17,79 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Partial sums may take this much memory, or one copy of the gradient in whole tiles where that is more.
+#: Limit of the partial sums; one copy of the gradient in whole tiles may exceed it.
 WORKSPACE_LIMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a tile, whatever the sizes: clocks for one tile of pixels; blocks of one slice; bytes of one slice's sums;
-    copies of those that a slice has."""
+    """The work of a tile, whatever the sizes.
+    Attributes:
+        clocks: for one tile of pixels.
+        blocks: of one split.
+        split_bytes: of the sums of one split.
+        copies: of those sums that a split writes: one for each warp along k.
+    """
 
     clocks: float
     blocks: int
-    slice_bytes: int
+    split_bytes: int
     copies: int
 
 
-def slice_bytes(problem: Problem, tile: Tile) -> int:
+def split_bytes(problem: Problem, tile: Tile) -> int:
+    """Returns the bytes of the sums of one split, in whole tiles."""
     return weight_tiles(problem, tile) * tile.block_m * tile.block_n * tile.warps[2] * tile.warp_taps * 4
 
 
-def slices_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
-    """Parts that so many tiles of pixels are cut into, so that all multiprocessors have work, within the workspace's
-    limit."""
+def splits_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
+    """Returns into how many splits the tiles of pixels are cut, so that all multiprocessors have work and the
+    workspace keeps its limit."""
     blocks = work.blocks
-    room = device.multiprocessors * tile.blocks_per_multiprocessor
-    slices = max(1, room // blocks)
-    # One wave more, if this one leaves more than a quarter of the multiprocessors without work.
-    if blocks < room and slices * blocks * 4 < 3 * room:
-        slices = max(1, 2 * room // blocks)
-    most = max(1, WORKSPACE_LIMIT_BYTES // (work.slice_bytes * work.copies))
-    return min(slices, most, tiles)
+    slots = device.multiprocessors * tile.blocks_per_multiprocessor
+    splits = max(1, slots // blocks)
+    # A second wave, where one would leave more than a quarter of the multiprocessors idle.
+    if blocks < slots and splits * blocks * 4 < 3 * slots:
+        splits = max(1, 2 * slots // blocks)
+    max_splits = max(1, WORKSPACE_LIMIT_BYTES // (work.split_bytes * work.copies))
+    return min(splits, max_splits, tiles)
 
 
 def work_of(problem: Problem, tile: Tile) -> Work:
-    """Of the sizes only what they allow to be copied in one piece counts (docs/kernels/grad_weight.md)."""
+    """Returns the work of a tile; of the sizes only the elements of one copy count
+    (docs/kernels/grad_weight/sizes.md)."""
     into_and_out = windows(problem, tile)
     multiplies = (
         _wgmma_clocks(problem, tile, into_and_out) if tile.wgmma else _mma_clocks(problem, tile, into_and_out)
     )
-    parts = (*multiplies, _fill_clocks(problem, into_and_out))
+    parts = (*multiplies, _copy_clocks(problem, into_and_out))
     clocks = 0.7 * max(parts) + 0.3 * sum(parts)
-    # The four multipliers share the warps; a barrier and the trip to memory cost every tile, less where another block
-    # goes on meanwhile.
+    # The warps are spread over four tensor cores; a barrier and the latency of memory cost every tile, less where
+    # another block runs meanwhile.
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
     wanted = 8 if tile.wgmma else 12
     clocks = clocks * round_up(resident, 4) / resident * math.sqrt(max(1.0, wanted / resident)) + 300
     clocks *= 1 if tile.blocks_per_multiprocessor == 1 else 0.8
-    return Work(clocks, weight_tiles(problem, tile), slice_bytes(problem, tile), tile.warps[3])
+    return Work(clocks, weight_tiles(problem, tile), split_bytes(problem, tile), tile.warps[3])
 
 
 def expected_clocks(work: Work, tile: Tile, tiles: int, device: Device) -> float:
-    """Returns an estimate for the whole launch, of so many tiles of pixels."""
-    slices = slices_of(work, tile, tiles, device)
-    tiles_of_slice = ceil_div(tiles, slices)
-    blocks = work.blocks * slices
+    """Returns the expected clocks of the whole launch over ``tiles`` tiles of pixels."""
+    splits = splits_of(work, tile, tiles, device)
+    tiles_per_split = ceil_div(tiles, splits)
+    blocks = work.blocks * splits
     waves = ceil_div(blocks, device.multiprocessors * tile.blocks_per_multiprocessor)
     shared_by = min(tile.blocks_per_multiprocessor, ceil_div(blocks, device.multiprocessors))
-    gradient = work.slice_bytes / (device.multiprocessors * 20)
-    copies = slices * work.copies
-    # Partial sums are written, read and, by another launch, made into the gradient.
+    gradient = work.split_bytes / (device.multiprocessors * 20)
+    copies = splits * work.copies
+    # Partial sums are written, then read by another launch that writes the gradient.
     partial = gradient if copies == 1 else (2 * copies + 2) * gradient + 5000
-    return waves * shared_by * (tiles_of_slice * work.clocks + 1500) + partial
+    return waves * shared_by * (tiles_per_split * work.clocks + 1500) + partial
 
 
 def _mma_clocks(problem: Problem, tile: Tile, operands: tuple[Window, Window]) -> tuple[float, ...]:
-    """Of one tile of pixels: the multiplier's, shared memory's, the instructions'."""
+    """Returns the clocks of one tile of pixels with mma.sync: of the tensor cores, of shared memory, of issuing
+    instructions."""
     rounds = 3 if problem.is_ieee else 1
     m, n = tile.warp_m // 16, tile.warp_n // 8
     warp_steps = math.prod(tile.warps[:3]) * tile.pixels / step_pixels(problem)
@@ -94,8 +103,10 @@ def _mma_clocks(problem: Problem, tile: Tile, operands: tuple[Window, Window]) -
 
 
 def _wgmma_clocks(problem: Problem, tile: Tile, brought: tuple[Window, Window]) -> tuple[float, ...]:
-    """Of one tile of pixels: that of the multiplier, or of shared memory where both operands take it longer; that of
-    the instructions. In TF32 the rows come by way of registers, which costs both."""
+    """Returns the clocks of one tile of pixels with wgmma: of the tensor cores or of shared memory, whichever
+    is slower, and of issuing instructions.
+    In TF32 the rows come from registers, which costs both.
+    """
     tf32 = item_bytes(problem) == 4
     columns = tile.warp_m if tf32 else tile.warp_n
     warp_steps = math.prod(tile.warps[:3]) * tile.warp_taps * tile.pixels / step_pixels(problem)
@@ -105,13 +116,14 @@ def _wgmma_clocks(problem: Problem, tile: Tile, brought: tuple[Window, Window]) 
 
 
 def _copies(problem: Problem, operands: tuple[Window, Window]) -> float:
-    """Instructions that bring in one tile of pixels."""
+    """Returns how many instructions load one tile of pixels."""
     each = 10 if problem.channels_last else 4
     return sum(window.channels * window.positions / (window.copy * 32) * each for window in operands)
 
 
-def _fill_clocks(problem: Problem, operands: tuple[Window, Window]) -> float:
-    """Of the L2 for one tile of pixels: short copies of NCHW, and those that are joined in registers, are slower."""
+def _copy_clocks(problem: Problem, operands: tuple[Window, Window]) -> float:
+    """Returns the clocks in which the L2 delivers one tile of pixels: short copies in NCHW and those joined in
+    registers are slower."""
     item = item_bytes(problem)
 
     def clocks(window: Window) -> float:

@@ -1,5 +1,5 @@
-"""What a block of csrc/kernels/grad_weight_*.cu computes and the memory it takes:
-grad_weight/implicit_gemm_layout.cuh in Python."""
+"""What a block of csrc/kernels/grad_weight/implicit_gemm_*.cu computes, and its shared memory: the Python side
+of grad_weight/implicit_gemm_layout.cuh."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
 
-#: Bytes of the largest copy.
+#: Bytes of the largest copy of a thread (cp.async).
 COPY_BYTES = 16
-#: What memory brings at once.
+#: Bytes of a memory sector, the least that a read moves.
 SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Warps along input channels, output channels, taps and pixels; what one warp makes; the taps of a block; the
-    pixels that are loaded at a time. ``multiples``: powers of two that divide the columns of the input and of
-    grad_output, where these are in NCHW."""
+    """What a block computes.
+    Attributes:
+        warps: along input channels (m), output channels (n), taps and pixels (k).
+        warp_m: input channels of a warp.
+        warp_n: output channels of a warp.
+        warp_taps: taps of a warp.
+        taps: rows and columns of taps of a block.
+        tap_step: from one of them to the next.
+        images, rows, cols: pixels of the input in a stage.
+        multiples: powers of two that divide the columns of the input and of grad_output, in NCHW.
+    """
 
     warps: tuple[int, int, int, int]
     warp_m: int
@@ -58,12 +66,12 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the tile of pixels."""
+        """Returns images, rows and columns of the tile of pixels."""
         return self.images, self.rows, self.cols
 
     @property
     def sums(self) -> int:
-        """Registers of a thread that hold sums."""
+        """Returns how many registers of a thread hold sums."""
         return self.warp_m * self.warp_n * self.warp_taps // 32
 
     def __str__(self) -> str:
@@ -74,16 +82,17 @@ class Tile:
 
 
 def step_pixels(problem: Problem) -> int:
-    """Pixels of one multiply."""
+    """Returns the pixels (k) of one multiply."""
     return 8 if item_bytes(problem) == 4 else 16
 
 
 def item_bytes(problem: Problem) -> int:
+    """Returns the bytes of an element."""
     return 4 if problem.dtype == torch.float32 else 2
 
 
 def tap_blocks(problem: Problem, tile: Tile) -> Pair:
-    """Blocks of taps along both axes."""
+    """Returns into how many blocks the taps are cut, along rows and columns."""
 
     def blocks(axis: int) -> int:
         kernel, step, count = problem.geometry.kernel[axis], tile.tap_step[axis], tile.taps[axis]
@@ -93,7 +102,7 @@ def tap_blocks(problem: Problem, tile: Tile) -> Pair:
 
 
 def weight_tiles(problem: Problem, tile: Tile) -> int:
-    """Blocks that one slice of the pixels takes."""
+    """Returns how many blocks compute one split of the pixels."""
     g = problem.geometry
     return (
         ceil_div(g.in_channels_per_group, tile.block_m)
@@ -105,7 +114,14 @@ def weight_tiles(problem: Problem, tile: Tile) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One operand's window in shared memory, for ``copy`` elements copied in one piece."""
+    """The part of an operand that a stage holds in shared memory.
+    Attributes:
+        pieces: copies of ``copy`` elements for each channel.
+        copy: elements of one copy.
+        span: rows and columns of memory from the first to the last.
+        sector_bytes: bytes, for each channel, of the memory sectors that its rows touch, wherever they begin
+        (NCHW).
+    """
 
     channels: int
     positions: int
@@ -114,12 +130,11 @@ class Window:
     bytes: int
     table_bytes: int
     through_registers: bool
-    #: Rows and columns of memory, from the first to the last.
     span: Pair
-    #: Bytes of the sectors of memory that its rows lie in, wherever they begin (NCHW), of one channel.
     sector_bytes: float
 
     def staged_registers(self, threads: int) -> int:
+        """Returns how many registers of a thread hold elements on their way to shared memory."""
         if not self.through_registers:
             return 0
         return ceil_div(self.pieces * self.channels // 8, threads) * 8 * ceil_div(self.copy, 2)
@@ -132,19 +147,26 @@ def _window(
     phases: Pair,
     shifts: Pair,
     strides: Pair,
-    lead: int,
+    misalignment: int,
     copy: int,
     quads: bool = False,
 ) -> Window:
+    """Returns the window of an operand.
+    Args:
+        misalignment: columns from the aligned address at which a row is copied to the first tap's column
+        (NCHW).
+        copy: elements of one copy.
+        quads: float32 channels lie as 4 positions side by side.
+    """
     item = item_bytes(problem)
     images, rows, cols = pixels[0], pixels[1] + shifts[0], pixels[2] + shifts[1]
-    lead, stride = 0 if problem.channels_last else lead, strides[1]
+    misalignment, stride = 0 if problem.channels_last else misalignment, strides[1]
     if stride == 1 and not problem.channels_last:
-        cols = round_up(cols + lead, copy)
+        cols = round_up(cols + misalignment, copy)
     positions = images * phases[0] * rows * phases[1] * cols
     per_row = phases[1] * cols
     if not problem.channels_last and copy > 1:
-        per_row = ceil_div(cols if stride == 1 else cols * stride + lead, copy)
+        per_row = ceil_div(cols if stride == 1 else cols * stride + misalignment, copy)
     pieces = images * phases[0] * rows * per_row
     if item == 2:
         size = channels // 8 * (positions | 1) * 16
@@ -157,7 +179,7 @@ def _window(
     through_registers = item == 2 and (not problem.channels_last or copy == 1)
     table = 16 * pieces if problem.channels_last or through_registers else 0
     span = rows * strides[0], cols * stride + copy
-    row_bytes = (cols if stride == 1 else cols * stride + lead) * item
+    row_bytes = (cols if stride == 1 else cols * stride + misalignment) * item
     sector_bytes = images * phases[0] * rows * (row_bytes + SECTOR_BYTES - copy * item)
     return Window(
         channels, positions, pieces, copy, round_up(size, 16), table, through_registers, span, sector_bytes
@@ -176,19 +198,19 @@ def _windows(
     swapped: bool,
     multiples: Pair,
 ) -> tuple[Window, Window]:
-    """Of the input and of grad_output."""
+    """Returns the windows of the input and of grad_output, with the copies that need the fewest registers."""
     g = problem.geometry
     split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
 
     def best(windows: list[Window], sign: int = -1) -> Window:
         return min(windows, key=lambda window: (window.staged_registers(threads), sign * window.copy))
 
-    # Through registers the input comes faster in short pieces (measured).
+    # Through registers, short copies of the input were measured to be faster.
     into = best(
         [
             _window(problem, pixels, block_m, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
             for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiples[0], pixels[2])
-            # Channels lie apart in quads.
+            # In quads, neighbouring channels are not neighbours in shared memory.
             if copy == 1 or not (swapped and problem.channels_last)
         ],
         1 if item_bytes(problem) == 2 and not problem.channels_last else -1,
@@ -204,7 +226,7 @@ def _windows(
         for block in range(blocks)
     ]
     span = pixels[2] * g.stride[1]
-    # Words of different phases go to different places, one by one.
+    # Columns of different phases go to different places, so they are copied one by one.
     copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiples[1], span)
     out = best(
         [
@@ -225,11 +247,12 @@ def _windows(
 
 
 def shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Returns the dynamic shared memory of a block."""
     return sum(tile.stages * window.bytes + window.table_bytes for window in windows(problem, tile))
 
 
 def windows(problem: Problem, tile: Tile) -> tuple[Window, Window]:
-    """Of the input and of grad_output."""
+    """Returns the windows of the input and of grad_output."""
     return _windows(
         problem,
         tile.threads,
@@ -244,14 +267,15 @@ def windows(problem: Problem, tile: Tile) -> tuple[Window, Window]:
 
 
 def _copies(problem: Problem, channels: int, group: int, multiple: int, span: int) -> list[int]:
-    """Elements that may be copied in one piece, most first: every piece begins at a multiple of its size."""
+    """Returns the numbers of elements that one copy may move, the largest first: every copy is aligned to its
+    size."""
     most = COPY_BYTES // item_bytes(problem)
     aligned = math.gcd(channels, group) if problem.channels_last else math.gcd(multiple, span)
     return [copy for copy in (8, 4, 2, 1) if copy <= most and aligned % copy == 0]
 
 
 def tile_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
-    """The constants of a kernel that say which tile it computes; how many warps share a sum is the kernel's to say."""
+    """Returns the constants that define the tile of a kernel; WARPS_K is the kernel's own."""
     return (
         ("WARPS_M", tile.warps[0]),
         ("WARPS_N", tile.warps[1]),

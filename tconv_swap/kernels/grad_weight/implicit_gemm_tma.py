@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/grad_weight/implicit_gemm_tma.cu: what it claims, how a tile becomes launches."""
+"""Plans of csrc/kernels/grad_weight/implicit_gemm_tma.cu: what it claims, and the launches of a tile."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, pi
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, tile_constants
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import Schedule, choose
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
-    ASKING_THREADS,
     BIAS_THREADS,
     BOX_CHANNELS,
     BOX_STEP,
+    PRODUCER_THREADS,
     STEP_PIXELS,
-    Boxes,
+    TmaTile,
     box_shape,
     has_gaps,
     last_reached,
@@ -44,62 +44,68 @@ from tconv_swap.runtime.program import (
 )
 
 _KINDS = {torch.float16: ElementKind.FLOAT16, torch.bfloat16: ElementKind.BFLOAT16}
-#: Bytes between neighbours along each dimension must be multiples of this.
+#: Tensor maps need strides that are multiples of this many bytes.
 _ALIGNMENT = 16
-#: Channels of a group, in and out, below which too much of a box of 64 would be another's (measured: with 32 in, slower
-#: than by grad_weight/implicit_gemm_wgmma.cu; 32 out, faster).
-_LEAST_IN, _LEAST_OUT = 33, 17
-#: In, where the kernel leaves gaps: memory bounds those (measured: faster).
-_LEAST_IN_WITH_GAPS = 32
+#: Channels of a group, in and out, below which a box of 64 holds too many of other groups (measured: with 32 in,
+#: slower than grad_weight/implicit_gemm_wgmma.cu; with 32 out, faster).
+_MIN_IN, _MIN_OUT = 33, 17
+#: Input channels of a group where the kernel leaves gaps: those layers are bound by memory (measured: faster).
+_MIN_IN_WITH_GAPS = 32
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first. Inputs and outputs as those of
-    ``plan_grad_weight``."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; inputs and outputs
+    are those of ``implicit_gemm.plan_grad_weight``."""
     if not claims(problem, device):
         return []
     return [
-        plan_with_boxes(problem, schedule, slices, with_bias)
-        for schedule, slices in choose(problem, device, count, most_schedules(problem, by_itself=True))
+        plan_with_tile(problem, schedule, splits, with_bias)
+        for schedule, splits in choose(problem, device, count, max_schedules(problem, by_itself=True))
     ]
 
 
-def plan_arranged(problem: Problem, device: Device, reduced_channels_last: bool) -> Part | None:
-    """The same of tensors that are brought to channels_last first. ``reduced_channels_last``: the gradient's layout
-    where another launch adds up slices; else it is in channels_last."""
+def plan_from_nhwc_copies(problem: Problem, device: Device, reduced_channels_last: bool) -> Part | None:
+    """Returns the part for tensors that were converted to channels_last first.
+    Args:
+        reduced_channels_last: the layout of the gradient where a second launch adds up splits; else it is
+            channels_last.
+    """
     if not claims(problem, device):
         return None
-    found = choose(problem, device, 1, most_schedules(problem, by_itself=False))
-    for schedule, slices in found:
-        return plan_with_boxes(problem, schedule, slices, False, reduced_channels_last)
+    found = choose(problem, device, 1, max_schedules(problem, by_itself=False))
+    for schedule, splits in found:
+        return plan_with_tile(problem, schedule, splits, False, reduced_channels_last)
     return None
 
 
-def most_schedules(problem: Problem, by_itself: bool) -> int:
-    """Kernels of this file that a layer has over all sizes: all of them but one, for sizes that others compute, where
-    there are such. ``by_itself``: of tensors that lie in channels_last."""
+def max_schedules(problem: Problem, by_itself: bool) -> int:
+    """Returns how many kernels of this file a layer may have over all sizes.
+    One of the stage's is left for the sizes that other kernels compute, if there are such. ``by_itself``: the
+    tensors are in channels_last already.
+    """
     return MAX_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
 
 
 def claims(problem: Problem, device: Device) -> bool:
+    """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if problem.dtype not in _KINDS or device.architecture != "sm_90a" or not problem.channels_last:
         return False
     if g.in_channels * 2 % _ALIGNMENT or g.out_channels * 2 % _ALIGNMENT or max(g.stride) > BOX_STEP:
         return False
-    least_in = _LEAST_IN_WITH_GAPS if has_gaps(problem) else _LEAST_IN
-    if g.in_channels_per_group < least_in or g.out_channels_per_group < _LEAST_OUT:
+    min_in = _MIN_IN_WITH_GAPS if has_gaps(problem) else _MIN_IN
+    if g.in_channels_per_group < min_in or g.out_channels_per_group < _MIN_OUT:
         return False
     return 0 < g.batch < INT32_LIMIT and max(g.out_height, g.out_width) < INT32_LIMIT // 16
 
 
-def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
-    """Of the input and of grad_output."""
-    g, tile = problem.geometry, boxes.tile
+def _maps(problem: Problem, tma_tile: TmaTile) -> tuple[TensorMap, TensorMap]:
+    """Returns the tensor maps of the input and of grad_output."""
+    g, tile = problem.geometry, tma_tile.tile
     kind = _KINDS[problem.dtype]
-    # What no pixel of the input reaches, at the bottom and on the right, counts as outside.
+    # Pixels at the bottom and on the right that no pixel of the input reaches are outside of the map, so read as zero.
     height, width = last_reached(g, 0) + 1, last_reached(g, 1) + 1
-    images, rows, cols = box_shape(problem, boxes)
+    images, rows, cols = box_shape(problem, tma_tile)
 
     def strides(channels: int, height: int, width: int) -> tuple[int, ...]:
         return channels * 2, channels * 2 * width, channels * 2 * width * height
@@ -120,7 +126,7 @@ def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
             strides(g.out_channels, g.out_height, g.out_width),
             (BOX_CHANNELS, (cols - 1) * g.stride[1] + 1, (rows - 1) * g.stride[0] + 1, images),
             (1, g.stride[1], g.stride[0], 1),
-            # Memory need not bring the pixel beside one of so few channels, where no tap reads it.
+            # With so few channels a larger fetch would bring the next pixel, which no tap reads.
             fetched_bytes=128 if has_gaps(problem) and g.out_channels <= BOX_CHANNELS else 256,
         ),
     )
@@ -128,8 +134,8 @@ def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
 
 @lru_cache(maxsize=4096)
 def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -> tuple[Kernel, Kernel]:
-    """That which multiplies, and that which adds up what it leaves."""
-    problem, tile = schedule.problem, schedule.boxes.tile
+    """Returns the kernel that multiplies and the kernel that reduces its splits."""
+    problem, tile = schedule.problem, schedule.tma_tile.tile
 
     def constants(weight_channels_last: bool) -> tuple[tuple[str, Constant], ...]:
         return (
@@ -143,7 +149,7 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
             ("INPUT_COPY", 8),
             ("OUTPUT_COPY", 8),
             ("STAGES", tile.stages),
-            ("SHARED_BYTES", shared_bytes(problem, schedule.boxes)),
+            ("SHARED_BYTES", shared_bytes(problem, schedule.tma_tile)),
             ("BIAS_WRITERS", 1),
             ("SWAPPED", False),
         )
@@ -153,41 +159,43 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
         "grad_weight_implicit_gemm_tma",
         (
             *constants(problem.weight_channels_last),
-            ("FLAT", schedule.boxes.flat),
+            ("BOX_PER_TAP_COL", schedule.tma_tile.box_per_tap_col),
             ("WITH_BIAS", with_bias),
             ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
         ),
-        spills=schedule.boxes.may_spill,
+        spills=schedule.tma_tile.may_spill,
     )
     return main, reduction_kernel(constants(reduced_channels_last))
 
 
-def plan_with_boxes(
+def plan_with_tile(
     problem: Problem,
     schedule: Schedule,
-    slices: int,
+    splits: int,
     with_bias: bool,
     reduced_channels_last: bool | None = None,
 ) -> Part:
-    """The plan that computes the problem with this schedule of its layer. ``reduced_channels_last``: as that of
-    ``plan_arranged``; None for the layout of the problem."""
-    g, boxes, work = problem.geometry, schedule.boxes, schedule.work
-    tile = boxes.tile
+    """Returns the part that computes the problem with this schedule of its layer.
+    Args:
+        reduced_channels_last: as in ``plan_from_nhwc_copies``; None for the layout of the problem.
+    """
+    g, tma_tile, work = problem.geometry, schedule.tma_tile, schedule.work
+    tile = tma_tile.tile
     if reduced_channels_last is None:
         reduced_channels_last = problem.weight_channels_last
     main, reduce = _kernels(schedule, with_bias, reduced_channels_last)
     tiles = pixel_tiles(g, tile.shape)
-    flush = flush_of(tile.pixels // STEP_PIXELS, ceil_div(tiles, slices))
-    through_workspace = slices > 1 or flush > 0
+    flush = flush_of(tile.pixels // STEP_PIXELS, ceil_div(tiles, splits))
+    through_workspace = splits > 1 or flush > 0
     sums = Sums(
-        slices,
-        work.slice_bytes if through_workspace else 0,
-        math.prod(tap_blocks(problem, tile)) * slices if with_bias else 0,
+        splits,
+        work.split_bytes if through_workspace else 0,
+        math.prod(tap_blocks(problem, tile)) * splits if with_bias else 0,
     )
     launch = Launch(
         main,
-        grid=work.blocks * slices,
-        block=tile.threads + ASKING_THREADS + (BIAS_THREADS if with_bias else 0),
+        grid=work.blocks * splits,
+        block=tile.threads + PRODUCER_THREADS + (BIAS_THREADS if with_bias else 0),
         arguments=(
             tensor_map(0),
             tensor_map(1),
@@ -196,13 +204,13 @@ def plan_with_boxes(
             sums.bias,
             struct(0),
         ),
-        shared_bytes=shared_bytes(problem, boxes),
-        tensor_maps=_maps(problem, boxes),
-        structs=(grad_weight_tile_sizes(g, tile.shape, slices, flush, through_workspace),),
+        shared_bytes=shared_bytes(problem, tma_tile),
+        tensor_maps=_maps(problem, tma_tile),
+        structs=(grad_weight_tile_sizes(g, tile.shape, splits, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm_tma",
-        f"{boxes}, {slices} slices",
+        f"{tma_tile}, {splits} splits",
         (launch, *reduction(reduce, g.out_channels, sums)),
         sums.bytes(g.out_channels),
     )

@@ -1,5 +1,5 @@
-"""The tiles of csrc/kernels/grad_weight/implicit_gemm_tma.cu: which there are, and what memory they take
-(grad_weight/implicit_gemm_tma.cuh in Python)."""
+"""The tiles of csrc/kernels/grad_weight/implicit_gemm_tma.cu and their shared memory: the Python side of
+grad_weight/implicit_gemm_tma.cuh."""
 
 from __future__ import annotations
 
@@ -14,61 +14,77 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import Tile
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
-#: The warp that asks for boxes; those that add up the bias.
-ASKING_THREADS, BIAS_THREADS = 32, 96
+#: The warp that issues the copies; the warps that add up the bias.
+PRODUCER_THREADS, BIAS_THREADS = 32, 96
 REGISTERS = 65536
-#: What a thread needs besides its sums: while it multiplies, and to store them without spilling a few.
+#: Registers that a thread needs beside its sums: while it multiplies, and to store them without spills.
 OTHER_REGISTERS, STORE_REGISTERS = 28, 48
 
 ROW_BYTES, BOX_CHANNELS, BOX_ALIGNMENT = 128, 64, 1024
-#: Elements of the tensor that a box may span along each dimension, and the largest step between those it takes.
+#: Elements that a box may span along each dimension of a tensor map, and the largest traversal step.
 BOX_SPAN, BOX_STEP = 256, 8
 #: Pixels of one multiply.
 STEP_PIXELS = 16
-MOST_STAGES, LEAST_STAGES = 8, 3
-MOST_BOXES = 32
-#: Rows and columns of maps up to which a tile may have as many.
-MOST_WHOLE = 16
+#: Stages of the ring.
+MAX_STAGES, MIN_STAGES = 8, 3
+#: Boxes of grad_output in a stage.
+MAX_BOXES = 32
+#: Rows or columns of a map up to which a tile may have exactly as many.
+MAX_WHOLE_SIDE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
-    """``tile`` says what a block computes. ``flat``: a box of grad_output for each tap column, none shifted."""
+class TmaTile:
+    """A tile whose operands are loaded by TMA.
+    Attributes:
+        tile: what a block computes.
+        box_per_tap_col: each tap column has a box of grad_output of its own, so that no tap is shifted within a
+            box.
+    """
 
     tile: Tile
-    flat: bool
+    box_per_tap_col: bool
 
     @property
     def input_blocks(self) -> int:
+        """Returns the boxes of the input in a stage."""
         return self.tile.block_m // BOX_CHANNELS
 
     @property
     def channel_blocks(self) -> int:
+        """Returns the boxes of grad_output side by side along output channels."""
         return ceil_div(self.tile.block_n, BOX_CHANNELS)
 
     @property
     def fits_registers(self) -> bool:
+        """Returns whether the consumers' sums fit their registers."""
         return self.tile.sums + OTHER_REGISTERS <= self.registers
 
     @property
     def may_spill(self) -> bool:
-        """Where the sums leave, behind the last multiply."""
+        """Returns whether the compiler may spill where the sums are stored, after the last multiply."""
         return self.tile.sums + STORE_REGISTERS > self.registers
 
     @property
     def registers(self) -> int:
-        """That a thread may have: each quarter of a multiprocessor has its own, and one warp at least besides those
-        that multiply."""
+        """Returns the registers that a thread may have: each quarter of a multiprocessor has its own, for the
+        consumers and at least one other warp."""
         warps = self.tile.threads // 128 + 1
         return min(255, REGISTERS // (128 * warps) // 8 * 8)
 
     def __str__(self) -> str:
-        return f"{self.tile}{', flat' if self.flat else ''}"
+        return f"{self.tile}{', a box per tap column' if self.box_per_tap_col else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The taps of one axis in a block: how many phases they touch, and how far they reach within one."""
+    """The taps of one axis in a block.
+    Attributes:
+        pitch: pixels of grad_output from tap to tap.
+        period: after so many taps the phase repeats.
+        phases: that the taps touch.
+        reach: how far they reach within a phase.
+    """
 
     pitch: int
     period: int
@@ -77,6 +93,7 @@ class Axis:
 
 
 def axis_of(problem: Problem, tile: Tile, axis: int) -> Axis:
+    """Returns the taps of a tile along one axis."""
     g = problem.geometry
     pitch = tile.tap_step[axis] * g.dilation[axis]
     period = g.stride[axis] // math.gcd(g.stride[axis], pitch)
@@ -84,39 +101,43 @@ def axis_of(problem: Problem, tile: Tile, axis: int) -> Axis:
     return Axis(pitch, period, min(count, period), (count - 1) * pitch // g.stride[axis])
 
 
-def box_shape(problem: Problem, boxes: Boxes) -> tuple[int, int, int]:
-    """Images, rows and columns of a box of grad_output."""
-    tile = boxes.tile
+def box_shape(problem: Problem, tma_tile: TmaTile) -> tuple[int, int, int]:
+    """Returns images, rows and columns of a box of grad_output."""
+    tile = tma_tile.tile
     rows = tile.rows + axis_of(problem, tile, 0).reach
-    return tile.images, rows, tile.cols + (0 if boxes.flat else axis_of(problem, tile, 1).reach)
+    return tile.images, rows, tile.cols + (0 if tma_tile.box_per_tap_col else axis_of(problem, tile, 1).reach)
 
 
-def box_count(problem: Problem, boxes: Boxes) -> int:
-    """Boxes of grad_output of one stage."""
-    tile = boxes.tile
-    cols = tile.taps[1] if boxes.flat else axis_of(problem, tile, 1).phases
-    return axis_of(problem, tile, 0).phases * cols * boxes.channel_blocks
+def box_count(problem: Problem, tma_tile: TmaTile) -> int:
+    """Returns the boxes of grad_output in a stage."""
+    tile = tma_tile.tile
+    cols = tile.taps[1] if tma_tile.box_per_tap_col else axis_of(problem, tile, 1).phases
+    return axis_of(problem, tile, 0).phases * cols * tma_tile.channel_blocks
 
 
-def stage_bytes(problem: Problem, boxes: Boxes) -> int:
+def stage_bytes(problem: Problem, tma_tile: TmaTile) -> int:
+    """Returns the shared memory of a stage."""
+
     def aligned(pixels: int) -> int:
         return round_up(pixels * ROW_BYTES, BOX_ALIGNMENT)
 
-    box = math.prod(box_shape(problem, boxes))
-    return boxes.input_blocks * aligned(boxes.tile.pixels) + box_count(problem, boxes) * aligned(box)
+    box = math.prod(box_shape(problem, tma_tile))
+    return tma_tile.input_blocks * aligned(tma_tile.tile.pixels) + box_count(problem, tma_tile) * aligned(box)
 
 
-def shared_bytes(problem: Problem, boxes: Boxes) -> int:
-    return BOX_ALIGNMENT + boxes.tile.stages * (stage_bytes(problem, boxes) + 16)
+def shared_bytes(problem: Problem, tma_tile: TmaTile) -> int:
+    """Returns the dynamic shared memory of a block."""
+    return BOX_ALIGNMENT + tma_tile.tile.stages * (stage_bytes(problem, tma_tile) + 16)
 
 
-def _runs_lie_right(problem: Problem, boxes: Boxes) -> bool:
-    """Whether the two runs of 8 pixels of each multiply lie in one piece, and always as far from each other."""
-    return _runs_of_8(boxes.tile.shape, box_shape(problem, boxes))
+def _groups_are_contiguous(problem: Problem, tma_tile: TmaTile) -> bool:
+    """Returns whether the two groups of 8 pixels of each multiply are contiguous, and always the same distance
+    apart."""
+    return _groups_of_8(tma_tile.tile.shape, box_shape(problem, tma_tile))
 
 
 @lru_cache(maxsize=8192)
-def _runs_of_8(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
+def _groups_of_8(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
     _, rows, cols = box
 
     def position(k: int) -> int:
@@ -130,7 +151,7 @@ def _runs_of_8(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
 
 
 def last_reached(geometry: Geometry, axis: int) -> int:
-    """The last row (column) of the output that some pixel of the input reaches; 0 where there is none."""
+    """Returns the last row (column) of the output that some pixel of the input reaches; 0 if there is none."""
     size, out = (geometry.height, geometry.out_height) if axis == 0 else (geometry.width, geometry.out_width)
     stride, dilation, padding = geometry.stride[axis], geometry.dilation[axis], geometry.padding[axis]
     last = 0
@@ -142,14 +163,16 @@ def last_reached(geometry: Geometry, axis: int) -> int:
     return last
 
 
-def most_beyond(geometry: Geometry, axis: int) -> int:
-    """Rows (columns) of zeros beyond the input that a tile may have: further ones would meet pixels of the output that
-    belong to no gradient, and zero times infinity is not a number."""
+def max_beyond(geometry: Geometry, axis: int) -> int:
+    """Returns how many rows (columns) of zeros beyond the input a tile may have.
+    More of them would meet pixels of the output that belong to no gradient, and zero times infinity is not a
+    number.
+    """
     g = geometry
     size = (g.height, g.width)[axis]
-    # Larger maps end in the same way.
+    # Larger maps have the same edge.
     enough = g.kernel[axis] * g.dilation[axis] + g.padding[axis] + 1
-    return _most_beyond(
+    return _max_beyond(
         min(size, enough),
         g.kernel[axis],
         g.stride[axis],
@@ -160,9 +183,7 @@ def most_beyond(geometry: Geometry, axis: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _most_beyond(
-    size: int, kernel: int, stride: int, padding: int, dilation: int, output_padding: int
-) -> int:
+def _max_beyond(size: int, kernel: int, stride: int, padding: int, dilation: int, output_padding: int) -> int:
     geometry = Geometry(
         1, 1, 1, size, 1, (1, kernel), (1, stride), (0, padding), (0, output_padding), (1, dilation)
     )
@@ -179,7 +200,7 @@ def _most_beyond(
 
 
 def has_gaps(problem: Problem) -> bool:
-    """Whether the kernel leaves out rows and columns of the output, and no two taps meet the same ones."""
+    """Returns whether the kernel skips rows and columns of the output, and no two taps read the same ones."""
     g = problem.geometry
     return all(
         len({k * d % s for k in range(kernel)}) == kernel < s
@@ -187,50 +208,54 @@ def has_gaps(problem: Problem) -> bool:
     )
 
 
-def candidates(problem: Problem, device: Device, sizes: Sequence[Geometry] | None = None) -> Iterator[Boxes]:
-    """All tiles that fit the maps of these sizes (None: of the problem's own)."""
+def candidates(
+    problem: Problem, device: Device, sizes: Sequence[Geometry] | None = None
+) -> Iterator[TmaTile]:
+    """Yields all tiles that fit the maps of these sizes (None: of the problem's own)."""
     maps = [problem.geometry] if sizes is None else sizes
     for taps, tap_step in _tap_choices(problem):
         shapes = list(_warpgroup_choices(problem, math.prod(taps)))
-        for pixels, flat in _pixel_choices(problem, taps, tap_step, maps) if shapes else ():
+        for pixels, box_per_tap_col in _pixel_choices(problem, taps, tap_step, maps) if shapes else ():
             for warps, warp_n, warp_taps in shapes:
-                tile = Tile(warps, 16, warp_n, warp_taps, taps, tap_step, *pixels, LEAST_STAGES, 1, True)
-                fitted = _with_most_stages(problem, Boxes(tile, flat), device)
+                tile = Tile(warps, 16, warp_n, warp_taps, taps, tap_step, *pixels, MIN_STAGES, 1, True)
+                fitted = _with_max_stages(problem, TmaTile(tile, box_per_tap_col), device)
                 if fitted is not None:
                     yield fitted
 
 
-def _with_most_stages(problem: Problem, boxes: Boxes, device: Device) -> Boxes | None:
-    if box_count(problem, boxes) > MOST_BOXES or not boxes.fits_registers:
+def _with_max_stages(problem: Problem, tma_tile: TmaTile, device: Device) -> TmaTile | None:
+    """Returns the tile with as many stages as shared memory holds, or None if those are too few."""
+    if box_count(problem, tma_tile) > MAX_BOXES or not tma_tile.fits_registers:
         return None
-    room = device.shared_memory_per_block - BOX_ALIGNMENT
-    each = stage_bytes(problem, boxes)
-    stages = min(MOST_STAGES, room // (each + 16))
-    tile = boxes.tile
-    # Where nothing is left to add up, the sums leave by way of the stages.
-    if stages < LEAST_STAGES or stages * each < tile.block_m * _staged_row_bytes(tile):
+    available = device.shared_memory_per_block - BOX_ALIGNMENT
+    each = stage_bytes(problem, tma_tile)
+    stages = min(MAX_STAGES, available // (each + 16))
+    tile = tma_tile.tile
+    # A single split stores its sums through the stages' memory.
+    if stages < MIN_STAGES or stages * each < tile.block_m * _staged_row_bytes(tile):
         return None
     t = tile
-    return Boxes(
+    return TmaTile(
         Tile(
             t.warps, 16, t.warp_n, t.warp_taps, t.taps, t.tap_step, t.images, t.rows, t.cols, stages, 1, True
         ),
-        boxes.flat,
+        tma_tile.box_per_tap_col,
     )
 
 
 def _staged_row_bytes(tile: Tile) -> int:
-    """Of one input channel's sums: grad_weight/implicit_gemm_store.cuh."""
+    """Returns the bytes of one input channel's sums on their way to memory
+    (grad_weight/implicit_gemm_store.cuh)."""
     return (round_up(tile.block_n * math.prod(tile.taps), 32) + 8) * 4
 
 
 def _counts(taps: int) -> list[int]:
-    """How many of so many taps a block may take: all, half of them, a third ..."""
+    """Returns how many of ``taps`` taps a block may take: all, half of them, a third and so on."""
     return sorted({ceil_div(taps, parts) for parts in range(1, taps + 1)})
 
 
 def _tap_choices(problem: Problem) -> list[tuple[Pair, Pair]]:
-    """Taps of a block and steps between them: neighbours, or those of one phase."""
+    """Returns the taps of a block and the steps between them: neighbours, or those of one phase."""
     g = problem.geometry
 
     def along(axis: int) -> list[tuple[int, int]]:
@@ -249,7 +274,7 @@ def _tap_choices(problem: Problem) -> list[tuple[Pair, Pair]]:
 
 
 def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int, int, int, int], int, int]]:
-    """Warps along m, n, taps, pixels; channels out and taps of one warpgroup."""
+    """Yields warps along (m, n, taps, k), and the output channels and taps of a warpgroup."""
     g = problem.geometry
     widths = (64, 128, 256) if g.out_channels_per_group > 32 else (32,)
     for warp_n, groups_t in itertools.product(widths, (1, 2, 3)):
@@ -268,41 +293,41 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int,
             yield (4 * groups_m, groups_n, groups_t, 1), warp_n, warp_taps
 
 
-def fits_map(boxes: Boxes, geometry: Geometry) -> bool:
-    """Whether tiles of these may be laid over a map: those beyond it meet nothing that they should not."""
-    tile = boxes.tile
+def fits_map(tma_tile: TmaTile, geometry: Geometry) -> bool:
+    """Returns whether these tiles may cover a map: what lies beyond it meets no pixel that it should not."""
+    tile = tma_tile.tile
     return _fits_axis(geometry, 0, tile.rows) and _fits_axis(geometry, 1, tile.cols)
 
 
-def _fits_axis(geometry: Geometry, axis: int, cut: int) -> bool:
-    return -(geometry.height, geometry.width)[axis] % cut <= most_beyond(geometry, axis)
+def _fits_axis(geometry: Geometry, axis: int, side: int) -> bool:
+    return -(geometry.height, geometry.width)[axis] % side <= max_beyond(geometry, axis)
 
 
 def _pixel_choices(
     problem: Problem, taps: Pair, tap_step: Pair, maps: Sequence[Geometry]
 ) -> Iterator[tuple[tuple[int, int, int], bool]]:
-    """Images, rows, columns of a tile of pixels, and whether its boxes are flat."""
+    """Yields images, rows and columns of a tile of pixels, and whether each tap column has a box of its own."""
     stride = problem.geometry.stride
     for pixels in dict.fromkeys(pixels for g in maps for pixels in _pixels_of(g)):
-        for flat in (False, True):
-            tile = Tile((4, 1, 1, 1), 16, 64, 1, taps, tap_step, *pixels, LEAST_STAGES, 1, True)
-            if flat and axis_of(problem, tile, 1).reach == 0:
+        for box_per_tap_col in (False, True):
+            tile = Tile((4, 1, 1, 1), 16, 64, 1, taps, tap_step, *pixels, MIN_STAGES, 1, True)
+            if box_per_tap_col and axis_of(problem, tile, 1).reach == 0:
                 continue
-            boxes = Boxes(tile, flat)
-            shape = box_shape(problem, boxes)
+            tma_tile = TmaTile(tile, box_per_tap_col)
+            shape = box_shape(problem, tma_tile)
             spans = shape[0], (shape[1] - 1) * stride[0] + 1, (shape[2] - 1) * stride[1] + 1
-            if max(spans) <= BOX_SPAN and _runs_lie_right(problem, boxes):
-                yield pixels, flat
+            if max(spans) <= BOX_SPAN and _groups_are_contiguous(problem, tma_tile):
+                yield pixels, box_per_tap_col
 
 
 @lru_cache(maxsize=1024)
 def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
     g = geometry
     widths = {cols for cols in (8, 16, 32, 64) if cols < 2 * g.width} | (
-        {g.width} if g.width <= MOST_WHOLE else set()
+        {g.width} if g.width <= MAX_WHOLE_SIDE else set()
     )
     heights = {rows for rows in (1, 2, 4, 8, 16) if rows < 2 * g.height} | (
-        {g.height} if g.height <= MOST_WHOLE else set()
+        {g.height} if g.height <= MAX_WHOLE_SIDE else set()
     )
     return tuple(
         (images, rows, cols)
@@ -318,6 +343,6 @@ def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
 
 
 def leaves_sizes(layer: Problem) -> bool:
-    """Whether there are sizes that no tile can be laid over."""
+    """Returns whether there are sizes that no tile can cover."""
     large = replace(layer.geometry, height=1 << 12, width=1 << 12)
-    return min(most_beyond(large, 0), most_beyond(large, 1)) < INT32_LIMIT
+    return min(max_beyond(large, 0), max_beyond(large, 1)) < INT32_LIMIT

@@ -1,4 +1,5 @@
-"""Plans of the narrow gradient of the weight: few channels on a side of a group, depthwise, large kernels."""
+"""Plans of csrc/kernels/grad_weight/narrow_mma.cu: the gradient of the weight of groups with few channels on
+one side, depthwise layers and large kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +16,13 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_red
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
-from tconv_swap.kernels.gradients.gather_tile import (
-    GatherTile,
+from tconv_swap.kernels.gradients.grad_output_tile import (
+    GradOutputTile,
     chunks,
-    laid_out,
     load_widths,
     of_one_pixel,
-    side_by_side,
+    with_pitches,
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
@@ -32,10 +31,11 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     INPUT_REGISTERS,
     LONGEST_CHAIN,
     MANY_TAPS,
-    MOST_SUMS,
-    REGISTER_MARGIN,
+    MAX_SUM_TILES,
     REGISTERS,
     SHARED_BYTES,
+    NarrowTile,
+    channel_tiles,
     chunk_shapes,
     claims,
     common_constants,
@@ -44,56 +44,41 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     loads_rows,
     overlapping,
     powers,
-    resident_blocks,
     rounds_nothing,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
 
 @dataclass(frozen=True, slots=True)
-class GradWeightTile:
-    """The constants of csrc/kernels/grad_weight/narrow_mma.cu, and what a tile costs."""
+class GradWeightTile(NarrowTile):
+    """The constants of csrc/kernels/grad_weight/narrow_mma.cu, and what the cost of a tile depends on."""
 
-    gather: GatherTile
-    m_tiles: int
-    n_tiles: int
-    warps_m: int
     warps_n: int
     warps_k: int
     input_vector: int
     depth: int
     ieee: bool
-    registers: int
-    shared_bytes: int
-    passes: float
-
-    @property
-    def resident(self) -> int:
-        """Blocks that a multiprocessor runs at a time."""
-        return resident_blocks(self.registers, self.gather, self.shared_bytes)
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
+        """Returns the constants of the kernel that define the tile."""
         return (
-            *self.gather.constants,
-            ("M_TILES", self.m_tiles),
-            ("N_TILES", self.n_tiles),
-            ("WARPS_M", self.warps_m),
+            *self.shared_constants,
             ("WARPS_N", self.warps_n),
             ("WARPS_K", self.warps_k),
             ("INPUT_VECTOR", self.input_vector),
             ("DEPTH", self.depth),
-            ("MIN_BLOCKS", resident_blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
         )
 
 
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` of the bias. None for
-    what is not the family's own.
+    """Returns the plan of the gradient of the weight, or None where this family does not claim the problem.
+    Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` that of the bias.
 
     Workspace: at most 64 MiB.
     """
@@ -102,7 +87,7 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     if not claims(problem, device) or _fills_wide_tiles(problem.geometry):
         return []
     layer = of_any_size(problem, False)
@@ -113,47 +98,49 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 
 
 def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
-    """Whether a tile's kernel computes the size."""
+    """Returns whether a tile's kernel computes the size."""
     geometry = problem.geometry
-    slices = ceil_div(geometry.width, tile.gather.tile_w)
+    splits = ceil_div(geometry.width, tile.grad_output.tile_w)
     return (
-        loads_rows(problem, tile.gather)
+        loads_rows(problem, tile.grad_output)
         and (problem.channels_last or geometry.width % tile.input_vector == 0)
-        and slices * _slice_bytes(geometry) <= WORKSPACE_LIMIT_BYTES
-        and (not with_bias or _holds_the_output(geometry, tile.gather))
+        and splits * _split_bytes(geometry) <= WORKSPACE_LIMIT_BYTES
+        and (not with_bias or _holds_the_output(geometry, tile.grad_output))
     )
 
 
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
-    """The tiles that a layer has, whatever its sizes."""
+    """Returns the tiles that a layer has over all its sizes."""
     unpadded = replace(layer.geometry, output_padding=(0, 0))
     return select_schedules(
         layer,
-        most_schedules(layer, device),
+        max_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
         lambda problem, tile: (
-            computes(problem, tile, False) and (not with_bias or _holds_the_output(unpadded, tile.gather))
+            computes(problem, tile, False)
+            and (not with_bias or _holds_the_output(unpadded, tile.grad_output))
         ),
         lambda problem, tile: expected_microseconds(problem, tile, device),
         lambda tile: (
-            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.gather.load)
+            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.grad_output.load)
         ),
     )
 
 
 def _fills_wide_tiles(geometry: Geometry) -> bool:
-    """8 channels on both sides are enough for the tiles of grad_weight/implicit_gemm.py: up to twice as fast (kb75)."""
+    """Returns whether 8 channels on both sides fill the tiles of grad_weight/implicit_gemm.py, which are up to
+    twice as fast then (kb75)."""
     channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
     return min(channels) >= 8 and geometry.taps < MANY_TAPS
 
 
-def _holds_the_output(geometry: Geometry, gather: GatherTile) -> bool:
-    """Whether the tiles hold every pixel of the output, and a block the sums of its channels."""
-    if gather.channels > BIAS_CHANNELS or gather.chunk_kh < geometry.kernel[0]:
+def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
+    """Returns whether the tiles hold every pixel of the output, and a block the bias sums of its channels."""
+    if grad_output.channels > BIAS_CHANNELS or grad_output.chunk_kh < geometry.kernel[0]:
         return False
-    gaps = gather.chunk_kh > 1 and gcd(geometry.stride[0], geometry.dilation[0]) > 1
-    gaps = gaps or (gather.chunk_kh == 1 and geometry.stride[0] > 1)
+    gaps = grad_output.chunk_kh > 1 and gcd(geometry.stride[0], geometry.dilation[0]) > 1
+    gaps = gaps or (grad_output.chunk_kh == 1 and geometry.stride[0] > 1)
     return not gaps and all(
         dilation * (kernel - 1) + 1 >= stride and output_padding <= padding
         for kernel, stride, dilation, padding, output_padding in zip(
@@ -170,11 +157,11 @@ def _holds_the_output(geometry: Geometry, gather: GatherTile) -> bool:
 def build_grad_weight(
     problem: Problem, tile: GradWeightTile, device: Device, with_bias: bool = False
 ) -> Part:
-    """The part that runs ``tile``."""
+    """Returns the part that computes the problem with ``tile``."""
     geometry = problem.geometry
-    repeat, slices = slices_of(geometry, tile, device)
+    repeat, splits = splits_of(geometry, tile, device)
     across = blocks_across(geometry, tile)
-    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     kernel = Kernel(
         "grad_weight/narrow_mma.cu",
         "grad_weight_narrow_mma",
@@ -183,84 +170,80 @@ def build_grad_weight(
             *tile.constants,
             ("WITH_BIAS", with_bias),
         ),
-        # Beside 96 sums of a thread, 16-bit pieces of NCHW wait in registers to be widened: 160 bytes leave on sm_80.
+        # Beside 96 sums of a thread, 16-bit elements of NCHW wait in registers to be converted: on sm_80 160 bytes
+        # spill.
         spills=problem.dtype.itemsize == 2
         and not problem.channels_last
         and tile.m_tiles * tile.n_tiles >= 24,
     )
     count = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
-    bias_at = round_up(4 * count * slices, WORKSPACE_ALIGNMENT)
+    bias_at = round_up(4 * count * splits, WORKSPACE_ALIGNMENT)
     bias = output(1 if with_bias else 0)
     shared = tile.shared_bytes
     if with_bias:
-        shared = max(shared, 8 * tile.gather.channels * tile.gather.threads // 32)
+        shared = max(shared, 8 * tile.grad_output.channels * tile.grad_output.threads // 32)
     launch = Launch(
         kernel,
         grid=across * ceil_div(down, repeat),
-        block=tile.gather.threads,
+        block=tile.grad_output.threads,
         arguments=(
             input_(1),
             input_(0),
-            workspace(0) if slices > 1 else output(0),
-            workspace(bias_at if with_bias else 0) if slices > 1 else bias,
+            workspace(0) if splits > 1 else output(0),
+            workspace(bias_at if with_bias else 0) if splits > 1 else bias,
             struct(0),
         ),
-        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, slices > 1),),
+        structs=(
+            segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, splits > 1),
+        ),
         shared_bytes=shared,
     )
-    if slices == 1:
+    if splits == 1:
         return Part(FAMILY, why(geometry), (launch,))
-    launches = [launch, split_k_reduce(problem.dtype, count, slices)]
+    launches = [launch, split_k_reduce(problem.dtype, count, splits)]
     if with_bias:
-        launches.append(split_k_reduce(problem.dtype, geometry.out_channels, 2 * slices, bias_at, 1))
-    bytes_ = bias_at + 8 * geometry.out_channels * slices if with_bias else 4 * count * slices
+        launches.append(split_k_reduce(problem.dtype, geometry.out_channels, 2 * splits, bias_at, 1))
+    bytes_ = bias_at + 8 * geometry.out_channels * splits if with_bias else 4 * count * splits
     return Part(FAMILY, why(geometry), overlapping(launches, device), bytes_)
 
 
 def blocks_across(geometry: Geometry, tile: GradWeightTile) -> int:
-    m_blocks = ceil_div(geometry.in_channels_per_group, 16 * tile.m_tiles * tile.warps_m)
-    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
-    return m_blocks * chunks(geometry, tile.gather) * (geometry.groups // tile.gather.block_groups) * tiles_w
+    """Returns the blocks side by side: along channels, taps, groups and columns of the image."""
+    return tile.blocks_of_a_row(geometry) * chunks(geometry, tile.grad_output)
 
 
-def slices_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
-    """(tiles that a block walks down, partial sums of the gradient): enough blocks to fill the GPU once."""
-    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+def splits_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
+    """Returns how many tiles a block walks down, and how many partial sums of the gradient that leaves: enough
+    blocks to fill the GPU once."""
+    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     across = blocks_across(geometry, tile)
-    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
-    most_walks = max(1, WORKSPACE_LIMIT_BYTES // (_slice_bytes(geometry) * tiles_w))
+    tiles_w = ceil_div(geometry.width, tile.grad_output.tile_w)
+    max_walks = max(1, WORKSPACE_LIMIT_BYTES // (_split_bytes(geometry) * tiles_w))
     walks = min(down, max(1, device.multiprocessors * tile.resident // across))
-    units = tile.gather.tile_h * tile.gather.tile_w // 16 // tile.warps_k
+    units = tile.grad_output.tile_h * tile.grad_output.tile_w // 16 // tile.warps_k
     repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
-    repeat = max(repeat, ceil_div(down, most_walks))
+    repeat = max(repeat, ceil_div(down, max_walks))
     return repeat, tiles_w * ceil_div(down, repeat)
 
 
-def _slice_bytes(geometry: Geometry) -> int:
-    """Partial sums of the gradients of weight and bias."""
+def _split_bytes(geometry: Geometry) -> int:
+    """Returns the bytes of one split's sums of the weight and of the bias."""
     weights = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     return 4 * (weights + geometry.out_channels) + WORKSPACE_ALIGNMENT
 
 
 def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTile]:
-    """The tiles worth a thought."""
+    """Yields the tiles that are compared."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
     layer = of_one_pixel(geometry)
-    m_total = ceil_div(geometry.in_channels_per_group, 16)
-    for m_tiles, groups in product(
-        sorted({min(2, m_total), min(4, m_total)}),
-        side_by_side(geometry, channels_last, element_bytes, 8),
-    ):
-        warps_m = min(4, ceil_div(m_total, m_tiles))
-        if groups > 1 and warps_m * m_tiles < m_total:
-            continue
+    for m_tiles, warps_m, groups in channel_tiles(problem):
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
-            least_n = ceil_div(n_total, MOST_SUMS[rounds_nothing(problem)] // m_tiles)
+            min_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
             widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
             for load, warps_n, warps_k, tile_w, tile_h in product(
-                widths, sorted({least_n, min(2 * least_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
+                widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
             ):
                 n_tiles = ceil_div(n_total, warps_n)
                 warps = warps_k * warps_n * warps_m * groups
@@ -272,10 +255,10 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     continue
                 if tile_h * tile_w // 16 % warps_k:
                     continue
-                if ceil_div(geometry.width, tile_w) * _slice_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
+                if ceil_div(geometry.width, tile_w) * _split_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
                     continue
                 for vector in (1, 2, 4):
-                    gather = GatherTile(
+                    grad_output = GradOutputTile(
                         tile_h=tile_h,
                         tile_w=tile_w,
                         block_groups=groups,
@@ -286,14 +269,14 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         threads=32 * warps,
                     )
                     aligned = channels_last or geometry.width % vector == 0
-                    if not aligned or not loadable(problem, gather):
+                    if not aligned or not loadable(problem, grad_output):
                         continue
-                    gather, passes = laid_out(
-                        layer, gather, channels_last, tuple(vector * t for t in range(4)), True
+                    grad_output, passes = with_pitches(
+                        layer, grad_output, channels_last, tuple(vector * t for t in range(4)), True
                     )
                     sums = m_tiles * n_tiles * 4
                     exchange = warps // warps_k * (warps_k // 2) * sums * 32
-                    shared = 4 * max(gather.shared_words, exchange)
+                    shared = 4 * max(grad_output.shared_words, exchange)
                     words = _input_words(problem, groups, m_tiles, vector)
                     units = tile_h * tile_w // 16 // warps_k
                     depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
@@ -303,30 +286,30 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         + 8 * m_tiles
                         + words * depth
                         + n_tiles * (7 if rounds_nothing(problem) else 3)
-                        + loader_registers(problem, gather)
+                        + loader_registers(problem, grad_output)
                     )
                     if shared > min(SHARED_BYTES, device.shared_memory_per_block) or needed > 250:
                         continue
-                    if needed * gather.threads > REGISTERS:
+                    if needed * grad_output.threads > REGISTERS:
                         continue
                     yield GradWeightTile(
-                        gather,
+                        grad_output,
                         m_tiles,
                         n_tiles,
                         warps_m,
+                        needed,
+                        shared,
+                        passes,
                         warps_n,
                         warps_k,
                         vector,
                         depth,
                         rounds_nothing(problem),
-                        needed,
-                        shared,
-                        passes,
                     )
 
 
 def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
-    """INPUT_LOAD of csrc/kernels/grad_weight/narrow_mma_input.cuh."""
+    """Returns INPUT_LOAD of csrc/kernels/grad_weight/narrow_mma_input.cuh."""
     geometry, channels = problem.geometry, 2 * m_tiles
     if not problem.channels_last:
         return vector
@@ -336,25 +319,25 @@ def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int
 
 
 def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
-    """Registers that hold the input of a unit."""
+    """Returns the registers that hold the input of a unit of 16 pixels."""
     load = _input_load(problem, groups, m_tiles, vector)
     count = m_tiles * (1 if problem.geometry.in_channels_per_group <= 8 else 2) * 4 // load
     return count * ceil_div(load * problem.dtype.itemsize, 4)
 
 
 def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device) -> float:
-    """The expected time on an H200: it ranks tiles."""
-    geometry, gather = problem.geometry, tile.gather
-    repeat, slices = slices_of(geometry, tile, device)
-    down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
+    """Returns the expected time on an H200, by which tiles are ranked."""
+    geometry, grad_output = problem.geometry, tile.grad_output
+    repeat, splits = splits_of(geometry, tile, device)
+    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
     across = blocks_across(geometry, tile)
-    load = _input_load(problem, gather.block_groups, tile.m_tiles, tile.input_vector)
+    load = _input_load(problem, grad_output.block_groups, tile.m_tiles, tile.input_vector)
     rows_of_input = 1 if geometry.in_channels_per_group <= 8 else 2
-    steps = gather.threads // 32 * (gather.tile_h * gather.tile_w // 8 // tile.warps_k)
+    steps = grad_output.threads // 32 * (grad_output.tile_h * grad_output.tile_w // 8 // tile.warps_k)
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     work, warps = work_of(
         problem,
-        gather,
+        grad_output,
         Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0),
         device,
         tiles=across * down,
@@ -362,6 +345,6 @@ def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device
         resident=tile.resident,
         chunks=1,
         inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
-        partial_bytes=count * slices if slices > 1 else 0,
+        partial_bytes=count * splits if splits > 1 else 0,
     )
     return microseconds(work, GRAD_WEIGHT, warps)

@@ -1,5 +1,5 @@
-"""The launch of csrc/kernels/grad_weight/pixel_rows_reduce.cu, which adds up the slices of the gradient of the
-weight."""
+"""The launch of csrc/kernels/grad_weight/pixel_rows_reduce.cu, which adds up the splits of the TF32 families
+and of stride1."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, int64, out
 _THREADS = 256
 
 
-def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
-    """The slices' sums, added up, in the order of the weight."""
+def reduce(problem: Problem, splits: int, partial_at: int) -> Launch:
+    """Returns the launch that adds up the partial sums and writes them in the layout of the weight."""
     g = problem.geometry
-    sharers = next(sharers for sharers in (1, 2, 4, 8) if slices <= 4 * sharers or sharers == 8)
+    threads_per_sum = next(
+        threads_per_sum
+        for threads_per_sum in (1, 2, 4, 8)
+        if splits <= 4 * threads_per_sum or threads_per_sum == 8
+    )
     columns = max(32, min(256, 2048 // g.taps // 32 * 32))
     columns = min(columns, round_up(g.out_channels_per_group, 8))
-    if sharers == 1:
+    if threads_per_sum == 1:
         grid = g.in_channels * ceil_div(g.out_channels_per_group, columns)
     else:
-        grid = ceil_div(weight_bytes(g) // 4 * sharers, _THREADS)
+        grid = ceil_div(weight_bytes(g) // 4 * threads_per_sum, _THREADS)
     kernel = Kernel(
         "grad_weight/pixel_rows_reduce.cu",
         "grad_weight_pixel_rows_reduce",
@@ -28,7 +32,7 @@ def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
             ("Element", ELEMENT_TYPES[problem.dtype]),
             *g.layer_constants,
             ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-            ("SHARERS", sharers),
+            ("THREADS_PER_SUM", threads_per_sum),
             ("COLUMNS", columns),
             ("THREADS", _THREADS),
         ),
@@ -37,6 +41,6 @@ def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
         kernel,
         grid=grid,
         block=_THREADS,
-        arguments=(workspace(partial_at), output(0), int64(slices)),
+        arguments=(workspace(partial_at), output(0), int64(splits)),
         overlaps_previous=True,
     )

@@ -1,4 +1,5 @@
-"""The launch of csrc/kernels/grad_weight/split_k_reduce.cu, which adds up what the other grad_weight kernels leave."""
+"""The launch of csrc/kernels/grad_weight/split_k_reduce.cu, which adds up the splits of the implicit GEMM
+kernels."""
 
 from __future__ import annotations
 
@@ -7,25 +8,31 @@ from dataclasses import dataclass
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Argument, Constant, Kernel, Launch, output, struct, workspace
 
-#: Multiplies that follow one another into the same sums: the multiplier truncates, so more would add to the error.
-MOST_MULTIPLIES = 1024
+#: Multiplies into the same sums before those are added to the workspace: the tensor cores truncate their sums, so
+#: that each further multiply adds to the error.
+MAX_MULTIPLIES = 1024
 _THREADS = 256
-#: Threads that share the rows of a channel of the bias: each is a chain of loads.
+#: Threads that share the rows of a channel of the bias: one alone would be a long chain of loads.
 _BIAS_LANES = 32
-#: Threads that share a unit of the weight's, at most.
-_MOST_SHARERS = 8
+#: Threads that share four sums of the weight, at most.
+_MAX_THREADS_PER_SUM = 8
 
 
 def flush_of(multiplies: int, tiles: int) -> int:
-    """Tiles of so many multiplies after which sums go to the workspace, or 0: there are not twice as many."""
-    flush = max(1, MOST_MULTIPLIES // multiplies)
+    """Returns after how many tiles, of ``multiplies`` each, the sums are added to the workspace; 0 where
+    ``tiles`` are fewer than twice that."""
+    flush = max(1, MAX_MULTIPLIES // multiplies)
     return flush if tiles >= 2 * flush else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Partial sums in the workspace: ``copies`` of the weight's, of ``copy_bytes`` each (0: there are none), then
-    ``bias_rows`` of the bias's, 4 bytes for each output channel."""
+    """The partial sums in the workspace.
+    Attributes:
+        copies: of the weight's gradient.
+        copy_bytes: of one of them; 0 where there are none.
+        bias_rows: rows of the bias's sums behind them, of 4 bytes for each output channel.
+    """
 
     copies: int
     copy_bytes: int
@@ -33,19 +40,21 @@ class Sums:
 
     @property
     def weight_bytes(self) -> int:
+        """Returns the bytes of all copies of the weight's gradient."""
         return self.copies * self.copy_bytes
 
     @property
     def bias(self) -> Argument:
-        """Where the bias's begin."""
+        """Returns the address of the bias's sums."""
         return workspace(self.weight_bytes if self.bias_rows else 0)
 
     def bytes(self, channels: int) -> int:
+        """Returns the bytes of all partial sums."""
         return self.weight_bytes + self.bias_rows * channels * 4
 
 
 def reduction_kernel(constants: tuple[tuple[str, Constant], ...]) -> Kernel:
-    """``constants``: of the kernel that leaves the sums."""
+    """Returns the kernel that adds up what a kernel with these ``constants`` leaves."""
     return Kernel(
         "grad_weight/split_k_reduce.cu",
         "grad_weight_split_k_reduce",
@@ -54,9 +63,10 @@ def reduction_kernel(constants: tuple[tuple[str, Constant], ...]) -> Kernel:
 
 
 def reduction(kernel: Kernel, channels: int, sums: Sums) -> tuple[Launch, ...]:
-    """Into the part's outputs, weight and bias; no launch where nothing is left to add up."""
-    sharers = min(_MOST_SHARERS, 1 << sums.copies.bit_length() - 1)
-    units = _THREADS // sharers
+    """Returns the launch that adds up the sums into the part's outputs (weight, bias); none where there are no
+    partial sums."""
+    threads_per_sum = min(_MAX_THREADS_PER_SUM, 1 << sums.copies.bit_length() - 1)
+    units = _THREADS // threads_per_sum
     weight_blocks = ceil_div(sums.copy_bytes // 16, units)
     blocks = weight_blocks + (ceil_div(channels, _THREADS // _BIAS_LANES) if sums.bias_rows else 0)
     if blocks == 0:

@@ -12,25 +12,25 @@ import torch
 
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import goes_down_strips, of_any_size
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, stride1_may_win
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
 from tconv_swap.kernels.grad_weight.stride1_tile import (
     BOX_BYTES,
     BOX_CHANNELS,
-    StripTile,
+    Stride1Tile,
     alignment,
     candidates,
     expected_clocks,
-    in_lines,
-    in_slices,
+    linear_output,
     output_channels,
     output_pixels,
     output_rows,
     planes_of,
-    raw_slots,
+    raw_stages,
     shared_bytes,
     tiles_of,
+    with_splits,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
@@ -49,24 +49,24 @@ from tconv_swap.runtime.program import (
 )
 
 _FAMILY = "stride1"
-#: Kernels of a layer, whatever its sizes.
+#: Kernels of a layer over all its sizes.
 MAX_SCHEDULES = 1
 #: Images, rows and columns of the large problems that were measured.
 LARGE = (8, 512, 512)
-#: Threads that ask for rows: as many as share registers.
-_FILL_THREADS = 128
+#: Threads of the warpgroup that loads.
+_PRODUCER_THREADS = 128
 _KINDS = {
     torch.float32: ElementKind.TFLOAT32,
     torch.float16: ElementKind.FLOAT16,
     torch.bfloat16: ElementKind.BFLOAT16,
 }
-#: As the kernel counts them.
+#: PRECISION of csrc/kernels/common/mma.cuh.
 _PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first. Inputs: grad_output, input (16-byte
-    aligned). Output: the gradient of the weight.
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first.
+    Inputs: grad_output, input (16-byte aligned). Output: the gradient of the weight.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
@@ -76,11 +76,11 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     return [plan_with_tile(problem, tile) for tile in tiles[:count]]
 
 
-def choose(problem: Problem, device: Device) -> list[StripTile]:
-    """The tiles of the layer's kernels that compute the size, the one that is expected to be the fastest first."""
+def choose(problem: Problem, device: Device) -> list[Stride1Tile]:
+    """Returns the tiles of the layer's kernels that compute the size, the fastest expected first."""
     rows = output_rows(problem)
     found = [
-        in_slices(problem, tile, device)
+        with_splits(problem, tile, device)
         for tile in schedules(of_any_size(problem, False), device)
         if tile.rows.serve(rows)
     ]
@@ -88,48 +88,51 @@ def choose(problem: Problem, device: Device) -> list[StripTile]:
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: Problem, device: Device) -> tuple[StripTile, ...]:
-    """The tiles that a layer has, whatever its sizes."""
+def schedules(layer: Problem, device: Device) -> tuple[Stride1Tile, ...]:
+    """Returns the tiles that a layer has over all its sizes."""
     return select_schedules(
         layer,
         MAX_SCHEDULES,
         lambda problem: candidates(problem, device) if claims(problem, device) else (),
         lambda problem, tile: claims(problem, device) and tile.rows.serve(output_rows(problem)),
-        lambda problem, tile: expected_clocks(problem, in_slices(problem, tile, device), device),
-        # In 16 bits these are the ones that may be preferred.
+        lambda problem, tile: expected_clocks(problem, with_splits(problem, tile, device), device),
+        # In 16 bits only these may be preferred.
         lambda tile: tile.channels >= layer.geometry.in_channels_per_group,
         every=1,
     )
 
 
 def claims_some(problem: Problem, device: Device) -> bool:
-    """Whether the kernel computes some sizes of a layer."""
+    """Returns whether the kernel computes some sizes of a layer."""
     return bool(schedules(of_any_size(problem, False), device))
 
 
 def preferred(problem: Problem, device: Device) -> bool:
-    """Whether large problems that are claimed were measured to be faster so: of 16 bits only layers whose best tile for
-    a large image holds all input channels, so that grad_output comes once."""
+    """Returns whether large problems that are claimed were measured to be faster with this family.
+    In 16 bits only layers whose best tile for a large image holds all input channels, so that grad_output is
+    loaded once.
+    """
     return problem.dtype == torch.float32 or _holds_all_channels(of_any_size(problem, False), device)
 
 
 @lru_cache(maxsize=1024)
 def _holds_all_channels(layer: Problem, device: Device) -> bool:
+    """Returns whether the best tile for a large image holds all input channels of a group."""
     batch, height, width = LARGE
     large = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
-    tiles = [in_slices(large, tile, device) for tile in candidates(large, device)]
+    tiles = [with_splits(large, tile, device) for tile in candidates(large, device)]
     best = min(tiles, key=lambda tile: expected_clocks(large, tile, device))
     return best.channels >= layer.geometry.in_channels_per_group
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernel can do it."""
+    """Returns whether the kernel computes the problem."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype not in _KINDS:
         return False
     if problem.is_ieee:
         return False
-    if g.batch == 0 or not goes_down_strips(g):
+    if g.batch == 0 or not stride1_may_win(g):
         return False
     unit, planes = alignment(problem), planes_of(problem)
     if problem.channels_last:
@@ -139,15 +142,19 @@ def claims(problem: Problem, device: Device) -> bool:
             or g.out_channels_per_group % unit
         ):
             return False
-    elif g.width % unit or (in_lines(problem) and (g.padding[1] > 0 or g.out_channels_per_group % planes)):
+    elif g.width % unit or (
+        linear_output(problem) and (g.padding[1] > 0 or g.out_channels_per_group % planes)
+    ):
         return False
     pixels = max(g.height * g.width, g.out_height * g.out_width)
     return max(pixels * planes, g.batch * (g.out_height + 8) * g.width) < INT32_LIMIT
 
 
-def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
-    """Of the input and of grad_output. NCHW: [n][channel][row][pixel], or for grad_output in lines
-    [n][channel of a plane][pixel of all rows and planes]; channels_last: [n][row][pixel][channel]."""
+def _maps(problem: Problem, tile: Stride1Tile) -> tuple[TensorMap, TensorMap]:
+    """Returns the tensor maps of the input and of grad_output.
+    NCHW: [n][channel][row][pixel], or for grad_output addressed linearly [n][channel of a plane][pixel of all
+    rows and planes]; channels_last: [n][row][pixel][channel].
+    """
     g = problem.geometry
     channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
     item, planes = problem.dtype.itemsize, tile.rows.planes
@@ -167,7 +174,7 @@ def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
 
     if problem.channels_last:
         return (
-            mapped(1, (g.in_channels, g.width, g.height, g.batch), (BOX_CHANNELS, tile.strip, 1, 1), 0),
+            mapped(1, (g.in_channels, g.width, g.height, g.batch), (BOX_CHANNELS, tile.cols, 1, 1), 0),
             mapped(
                 0, (g.out_channels, g.out_width, g.out_height, g.batch), (BOX_CHANNELS, pixels, 1, 1), 128
             ),
@@ -178,16 +185,16 @@ def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
         (BOX_BYTES // item, 1, tile.channels, 1),
         BOX_BYTES,
     )
-    if tile.rows.lines:
+    if tile.rows.linear:
         size = planes * g.out_height * g.out_width
         return into, mapped(0, (size, g.out_channels // planes, g.batch), (pixels, channels // planes, 1), 0)
     return into, mapped(0, (g.out_width, g.out_height, g.out_channels, g.batch), (pixels, 1, channels, 1), 0)
 
 
-def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
-    """The plan that computes the problem with this tile."""
+def plan_with_tile(problem: Problem, tile: Stride1Tile) -> Part:
+    """Returns the part that computes the problem with this tile."""
     g = problem.geometry
-    direct = tile.slices == 1 and problem.weight_channels_last and problem.dtype == torch.float32
+    direct = tile.splits == 1 and problem.weight_channels_last and problem.dtype == torch.float32
     shared = shared_bytes(problem, tile)
     kernel = Kernel(
         "grad_weight/stride1.cu",
@@ -197,35 +204,35 @@ def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
             ("PRECISION", _PRECISIONS[problem.dtype]),
             *g.layer_constants,
             ("CHANNELS_LAST", problem.channels_last),
-            ("LINES", tile.rows.lines),
+            ("LINEAR_OUTPUT", tile.rows.linear),
             ("PLANES", tile.rows.planes),
             ("TILE_TAP_ROWS", tile.tap_rows),
             ("TILE_CI", tile.channels),
             ("WARPGROUPS", tile.warpgroups),
-            ("UNITS", tile.units),
-            ("STRIP", tile.strip),
-            ("SLOTS", tile.slots),
+            ("M_TILES", tile.m_tiles),
+            ("TILE_W", tile.cols),
+            ("STAGES", tile.stages),
             ("OUTPUT_CHANNELS", output_channels(problem, tile)),
             ("OUTPUT_PITCH", output_pixels(problem, tile)),
-            ("RAW_SLOTS", raw_slots(problem)),
+            ("RAW_STAGES", raw_stages(problem)),
             ("SHARED_BYTES", shared),
         ),
     )
     main = Launch(
         kernel,
-        grid=tiles_of(g, tile) * tile.slices,
-        block=128 * tile.warpgroups + _FILL_THREADS,
+        grid=tiles_of(g, tile) * tile.splits,
+        block=128 * tile.warpgroups + _PRODUCER_THREADS,
         arguments=(
             tensor_map(0),
             tensor_map(1),
             output(0) if direct else workspace(0),
             struct(0),
         ),
-        structs=(grad_weight_stride1_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
+        structs=(grad_weight_stride1_sizes(g, tile.cols, tile.segment, tile.flush, tile.splits),),
         shared_bytes=shared,
         tensor_maps=_maps(problem, tile),
     )
     if direct:
         return Part(_FAMILY, f"wgmma, {tile}", (main,), 0)
-    launches = (main, reduce(problem, tile.slices, 0))
-    return Part(_FAMILY, f"wgmma, {tile}", launches, tile.slices * weight_bytes(g))
+    launches = (main, reduce(problem, tile.splits, 0))
+    return Part(_FAMILY, f"wgmma, {tile}", launches, tile.splits * weight_bytes(g))

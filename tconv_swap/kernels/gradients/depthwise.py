@@ -1,5 +1,5 @@
-"""Plans of the backward pass of depthwise layers (csrc/kernels/gradients/depthwise.cu): all gradients from one pass
-over grad_output and the input. Pure functions of data."""
+"""Plans the backward pass of depthwise layers (csrc/kernels/gradients/depthwise.cu): all gradients from one pass over
+grad_output and the input. The functions are pure."""
 
 from __future__ import annotations
 
@@ -33,77 +33,80 @@ from tconv_swap.runtime.program import (
 FAMILY = "depthwise"
 WHY = "depthwise: every gradient from one pass over grad_output"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Bytes that one access of a thread moves at most.
-WIDEST_ACCESS = 16
-#: Taps times channels whose weights and sums a thread keeps in registers, and words of grad_output that it asks for.
-MOST_SUMS, MOST_AHEAD = 32, 24
-#: Threads of a block: of NCHW where each has all rows of grad_output, where several share them, and of channels_last.
+#: The most bytes of one load or store of a thread.
+MAX_ACCESS_BYTES = 16
+#: The most taps whose weights and sums a thread keeps in registers, and the most words of grad_output that it
+#: prefetches.
+MAX_SUMS, MAX_PREFETCHED = 32, 24
+#: Threads of a block: in NCHW if each has all rows of grad_output, or if several share them, and in channels_last.
 THREADS, SHARING_THREADS, CHANNELS_LAST_THREADS = 128, 256, 384
-MOST_THREADS = 512
-#: Blocks of SHARING_THREADS that a multiprocessor runs at a time.
+MAX_THREADS = 512
+#: Blocks of SHARING_THREADS threads that a multiprocessor runs at a time.
 SHARING_BLOCKS = 2
-#: Channels side by side in a block, in channels_last.
-MOST_LANES = 64
-#: Pixels of the input that a thread adds up one after the other in float32: rounding errors grow with the root of it.
+#: The most channels side by side in a block, in channels_last.
+MAX_LANES = 64
+#: The most pixels of the input that a thread adds up one after the other in float32: rounding errors grow with the root
+#: of this number.
 LONGEST_CHAIN = 512
-#: Registers of a thread, or a little less, and of a multiprocessor.
+#: Registers of a thread (about), and of a multiprocessor.
 THREAD_REGISTERS, REGISTERS = 128, 65536
-#: Rows of a walk at most, and what beginning and ending one takes, in steps.
-MOST_ROWS, WALK_OVERHEAD = 64, 3
-#: Kernels of a layer in NCHW, whatever its sizes, which differ in how wide walks and loads are.
+#: The most rows of a tile, and the time that the begin and the end of a tile take, in steps.
+MAX_ROWS, TILE_OVERHEAD = 64, 3
+#: The most kernels of a layer in NCHW over all sizes; they differ in the widths of tiles and loads.
 MAX_SCHEDULES = 4
-#: Partial sums of grad_weight, in bytes for each byte of grad_output and input: more, and they take their time.
-MOST_PARTIAL = 1 / 4
+#: The most bytes of partial sums of grad_weight for each byte of grad_output and input: more take noticeable time.
+MAX_PARTIAL = 1 / 4
 SHARED_BYTES = 96 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """How gradients/depthwise.cu cuts a problem: the constants of its contract, in lower case, and the rows of a walk,
-    which it is told at its launch."""
+class DepthwiseTile:
+    """A tile of gradients/depthwise.cu: its constants, in lower case, and its rows, which are a run-time size."""
 
-    own_w: int
+    tile_w: int
     load: int
     lanes: int
-    walkers: int
+    tiles: int
     phases: int
     phase_rows: int
     rows: int
 
     @property
     def threads(self) -> int:
-        return self.lanes * self.walkers * self.phases
+        """Returns how many threads a block has."""
+        return self.lanes * self.tiles * self.phases
 
-    def turns(self, geometry: Geometry) -> int:
-        """Walks that a walker would take if a block took all of its channels'."""
-        walks = geometry.batch * ceil_div(geometry.height, self.rows) * (geometry.width // self.own_w)
-        return ceil_div(walks, self.walkers)
+    def block_tiles(self, geometry: Geometry) -> int:
+        """Returns how many tiles a thread would compute if one block computed all tiles of its channels."""
+        image_tiles = geometry.batch * ceil_div(geometry.height, self.rows) * (geometry.width // self.tile_w)
+        return ceil_div(image_tiles, self.tiles)
 
     def shared_bytes(self, problem: Problem, mask: tuple[bool, ...]) -> int:
+        """Returns the bytes of shared memory of a block that computes the gradients of the mask."""
         geometry = problem.geometry
-        side_by_side = self.lanes * self.walkers
+        side_by_side = self.lanes * self.tiles
         taps = self.phase_rows * lags(geometry) * geometry.kernel[1]
-        gathered = self.phases * (
-            self.rows * self.own_w * side_by_side + (0 if problem.channels_last else taps)
+        input_sums = self.phases * (
+            self.rows * self.tile_w * side_by_side + (0 if problem.channels_last else taps)
         )
         sums = taps * mask[1] + mask[2]
-        parts = self.walkers if problem.channels_last else ceil_div(self.walkers, 32)
+        parts = self.tiles if problem.channels_last else ceil_div(self.tiles, 32)
         reduced = sums * parts * self.lanes * self.phases
-        return 4 * max(gathered if mask[0] and self.phases > 1 else 0, reduced)
+        return 4 * max(input_sums if mask[0] and self.phases > 1 else 0, reduced)
 
 
 def lags(geometry: Geometry) -> int:
-    """Rows of the input that a step's rows of grad_output meet."""
+    """Returns how many rows of the input meet the rows of grad_output of a step."""
     return (geometry.kernel[0] - 1) * geometry.dilation[0] // geometry.stride[0] + 1
 
 
-def columns(geometry: Geometry, own_w: int) -> int:
-    """Of grad_output, that so many columns of the input meet."""
-    return (own_w - 1) * geometry.stride[1] + (geometry.kernel[1] - 1) * geometry.dilation[1] + 1
+def columns(geometry: Geometry, tile_w: int) -> int:
+    """Returns how many columns of grad_output the columns of a tile meet."""
+    return (tile_w - 1) * geometry.stride[1] + (geometry.kernel[1] - 1) * geometry.dilation[1] + 1
 
 
 def claims(problem: Problem) -> bool:
-    """Whether a problem is the kernel's, if a thread can keep its taps."""
+    """Returns whether the kernel computes a problem, if a thread can keep its taps."""
     g = problem.geometry
     if problem.dtype not in DTYPES or g.batch == 0 or g.batch * g.height * g.width >= INT32_LIMIT:
         return False
@@ -111,7 +114,7 @@ def claims(problem: Problem) -> bool:
 
 
 def meets_all(geometry: Geometry) -> bool:
-    """Whether the pass meets every element of grad_output."""
+    """Returns whether the tiles meet every element of grad_output."""
     return all(
         (geometry.kernel[axis] - 1) * geometry.dilation[axis] + 1 >= geometry.stride[axis]
         and geometry.output_padding[axis] <= geometry.padding[axis]
@@ -119,27 +122,27 @@ def meets_all(geometry: Geometry) -> bool:
     )
 
 
-def walk_of(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Walk | None:
-    """The walk to take, or None where a thread cannot keep its taps."""
-    walks = schedules(of_any_size(problem, False), output_mask, device)
-    fitting = [walk for walk in walks if computes(problem, walk)]
+def tile_of(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> DepthwiseTile | None:
+    """Returns the tile for a problem, or None if a thread cannot keep its taps."""
+    found = schedules(of_any_size(problem, False), output_mask, device)
+    fitting = [tile for tile in found if computes(problem, tile)]
     if not fitting:
         return None
-    best = min(fitting, key=lambda walk: loads_of_a_pixel(problem, walk))
+    best = min(fitting, key=lambda tile: loads_of_a_pixel(problem, tile))
     height = problem.geometry.height
-    rows = [n for n in range(min(height, MOST_ROWS), 0, -1) if ceil_div(height, ceil_div(height, n)) == n]
-    cuts = [replace(best, rows=n) for n in rows]
-    most = _most_shared(device)
-    cuts = [walk for walk in cuts if walk.shared_bytes(problem, output_mask) <= most]
-    return min(cuts, key=lambda walk: _steps(problem, walk, output_mask, device))
+    rows = [n for n in range(min(height, MAX_ROWS), 0, -1) if ceil_div(height, ceil_div(height, n)) == n]
+    choices = [replace(best, rows=n) for n in rows]
+    limit = _max_shared(device)
+    choices = [tile for tile in choices if tile.shared_bytes(problem, output_mask) <= limit]
+    return min(choices, key=lambda tile: _steps(problem, tile, output_mask, device))
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> tuple[Walk, ...]:
-    """The walks that a layer has, whatever its sizes, without their rows: all with as many threads at work on one."""
-    phases: dict[int, list[Walk]] = {}
+def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> tuple[DepthwiseTile, ...]:
+    """Returns the tiles of a layer for all its sizes, with one row; in all of them as many threads share a tile."""
+    phases: dict[int, list[DepthwiseTile]] = {}
     for shape in _shapes(layer):
-        if shape.shared_bytes(layer, output_mask) <= _most_shared(device):
+        if shape.shared_bytes(layer, output_mask) <= _max_shared(device):
             phases.setdefault(shape.phases, []).append(shape)
     if not phases:
         return ()
@@ -150,79 +153,79 @@ def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> 
         lambda problem: shapes,
         computes,
         loads_of_a_pixel,
-        lambda walk: walk.own_w == walk.load == 1,
+        lambda tile: tile.tile_w == tile.load == 1,
     )
 
 
-def computes(problem: Problem, walk: Walk) -> bool:
-    """Whether a walk's kernel computes the size: rows hold whole walks and loads."""
-    return problem.geometry.width % walk.own_w == 0 and problem.geometry.out_width % walk.load == 0
+def computes(problem: Problem, tile: DepthwiseTile) -> bool:
+    """Returns whether a tile's kernel computes the size: rows hold whole tiles and loads."""
+    return problem.geometry.width % tile.tile_w == 0 and problem.geometry.out_width % tile.load == 0
 
 
-def _most_shared(device: Device) -> int:
+def _max_shared(device: Device) -> int:
     return min(SHARED_BYTES, device.shared_memory_per_block)
 
 
-def _steps(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], device: Device) -> int:
-    """Those that follow one another, if every block takes its walks at once."""
+def _steps(problem: Problem, tile: DepthwiseTile, output_mask: tuple[bool, ...], device: Device) -> int:
+    """Returns how many steps follow one another if every block computes its tiles one after another."""
     g = problem.geometry
-    blocks = walk.turns(g) * ceil_div(g.in_channels, walk.lanes)
-    by_registers = REGISTERS // (THREAD_REGISTERS * walk.threads)
-    by_memory = device.shared_memory_per_block // max(1, walk.shared_bytes(problem, output_mask))
+    blocks = tile.block_tiles(g) * ceil_div(g.in_channels, tile.lanes)
+    by_registers = REGISTERS // (THREAD_REGISTERS * tile.threads)
+    by_memory = device.shared_memory_per_block // max(1, tile.shared_bytes(problem, output_mask))
     rounds = ceil_div(blocks, device.multiprocessors * max(1, min(by_registers, by_memory)))
-    return rounds * (walk.rows + lags(g) - 1 + WALK_OVERHEAD)
+    return rounds * (tile.rows + lags(g) - 1 + TILE_OVERHEAD)
 
 
-def _shapes(problem: Problem) -> Iterator[Walk]:
-    """Every shape of each number of phases, of one row."""
+def _shapes(problem: Problem) -> Iterator[DepthwiseTile]:
+    """Yields the tiles of every number of phases, with one row."""
     g = problem.geometry
     for phases in (n for n in range(1, g.stride[0] + 1) if g.stride[0] % n == 0):
         phase_rows = g.stride[0] // phases
         sums = phase_rows * lags(g) * g.kernel[1]
-        if sums > MOST_SUMS or (phases > 1 and g.dilation[0] > 1):
+        if sums > MAX_SUMS or (phases > 1 and g.dilation[0] > 1):
             continue
         if problem.channels_last:
-            lanes = g.in_channels if g.in_channels <= MOST_LANES else MOST_LANES // 2
-            walkers = 1
-            while 2 * walkers * lanes * phases <= CHANNELS_LAST_THREADS:
-                walkers *= 2
+            lanes = g.in_channels if g.in_channels <= MAX_LANES else MAX_LANES // 2
+            tiles = 1
+            while 2 * tiles * lanes * phases <= CHANNELS_LAST_THREADS:
+                tiles *= 2
         else:
             lanes = 1
-            walkers = THREADS if phases == 1 else max(32, SHARING_THREADS // phases // 32 * 32)
-        if walkers * lanes * phases > MOST_THREADS:
+            tiles = THREADS if phases == 1 else max(32, SHARING_THREADS // phases // 32 * 32)
+        if tiles * lanes * phases > MAX_THREADS:
             continue
-        for own_w in (4, 2, 1) if problem.channels_last else (8, 4, 2, 1):
-            # A thread asks for its part of grad_output ahead.
-            if own_w > 1 and columns(g, own_w) * phase_rows > MOST_AHEAD:
+        for tile_w in (4, 2, 1) if problem.channels_last else (8, 4, 2, 1):
+            # A thread prefetches its part of grad_output.
+            if tile_w > 1 and columns(g, tile_w) * phase_rows > MAX_PREFETCHED:
                 continue
             for load in (1,) if problem.channels_last else (1, 2, 4, 8):
-                if load * problem.dtype.itemsize <= WIDEST_ACCESS and own_w * g.stride[1] % load == 0:
-                    yield Walk(own_w, load, lanes, walkers, phases, phase_rows, 1)
+                if load * problem.dtype.itemsize <= MAX_ACCESS_BYTES and tile_w * g.stride[1] % load == 0:
+                    yield DepthwiseTile(tile_w, load, lanes, tiles, phases, phase_rows, 1)
 
 
-def loads_of_a_pixel(problem: Problem, walk: Walk) -> float:
-    """Of a row of grad_output, for each column of the input: neighbours share them."""
-    across = columns(problem.geometry, walk.own_w)
-    head = min(problem.geometry.padding[1] % walk.load, across)
-    body = (across - head) // walk.load
-    return (across - body * (walk.load - 1)) / walk.own_w
+def loads_of_a_pixel(problem: Problem, tile: DepthwiseTile) -> float:
+    """Returns how many loads of a row of grad_output each column of the input takes: neighbours share loads."""
+    across = columns(problem.geometry, tile.tile_w)
+    head = min(problem.geometry.padding[1] % tile.load, across)
+    body = (across - head) // tile.load
+    return (across - body * (tile.load - 1)) / tile.tile_w
 
 
-def _repeat(problem: Problem, walk: Walk, turns: int, slice_bytes: int) -> int:
-    """Walks that a thread takes one after the other: so many that partial sums take hardly any time, as long as no sum
-    gets long."""
+def _repeat(problem: Problem, tile: DepthwiseTile, block_tiles: int, split_bytes: int) -> int:
+    """Returns how many tiles a thread computes one after another: so many that partial sums take hardly any time, but
+    not so many that a sum gets too long."""
     wanted = ceil_div(
-        turns * slice_bytes, int(MOST_PARTIAL * problem.dtype.itemsize * problem.geometry.elements) + 1
+        block_tiles * split_bytes, int(MAX_PARTIAL * problem.dtype.itemsize * problem.geometry.elements) + 1
     )
     if problem.dtype == torch.float32:
-        wanted = min(wanted, LONGEST_CHAIN // (walk.rows * walk.own_w))
-    return max(1, wanted, ceil_div(turns * slice_bytes, WORKSPACE_LIMIT_BYTES))
+        wanted = min(wanted, LONGEST_CHAIN // (tile.rows * tile.tile_w))
+    return max(1, wanted, ceil_div(block_tiles * split_bytes, WORKSPACE_LIMIT_BYTES))
 
 
 def plan_gradients(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Part | None:
-    """Inputs: grad_output, input, weight (16-byte aligned). Outputs: the gradients that the mask asks for.
+    """Returns the part, or None for a problem that the kernel does not compute.
 
-    None for what the kernel does not compute.
+    Inputs: grad_output, input, weight (16-byte aligned). Outputs: the gradients of the mask.
 
     Workspace: partial sums of the gradients of weight and bias, at most 64 MiB, or one copy of them if that is more.
     """
@@ -230,58 +233,60 @@ def plan_gradients(problem: Problem, output_mask: tuple[bool, ...], device: Devi
         return None
     if output_mask[2] and not meets_all(problem.geometry):
         return None
-    walk = walk_of(problem, output_mask, device)
-    return None if walk is None else plan_with_walk(problem, walk, output_mask, device)
+    tile = tile_of(problem, output_mask, device)
+    return None if tile is None else plan_with_tile(problem, tile, output_mask, device)
 
 
-def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], device: Device) -> Part:
-    """``plan_gradients`` with a given walk."""
+def plan_with_tile(
+    problem: Problem, tile: DepthwiseTile, output_mask: tuple[bool, ...], device: Device
+) -> Part:
+    """Returns the part of ``plan_gradients`` with a given tile."""
     g = problem.geometry
     wants_input, wants_weight, wants_bias = output_mask
-    channel_blocks = ceil_div(g.in_channels, walk.lanes)
-    turns = walk.turns(g)
+    channel_blocks = ceil_div(g.in_channels, tile.lanes)
+    block_tiles = tile.block_tiles(g)
     count = g.in_channels * g.taps
-    slice_bytes = 4 * (count + g.out_channels) + WORKSPACE_ALIGNMENT
-    repeat = _repeat(problem, walk, turns, slice_bytes) if wants_weight or wants_bias else 1
-    slices = ceil_div(turns, repeat)
-    split = slices > 1
-    bias_at = round_up(4 * slices * count, WORKSPACE_ALIGNMENT) if wants_weight else 0
+    split_bytes = 4 * (count + g.out_channels) + WORKSPACE_ALIGNMENT
+    repeat = _repeat(problem, tile, block_tiles, split_bytes) if wants_weight or wants_bias else 1
+    splits = ceil_div(block_tiles, repeat)
+    split = splits > 1
+    bias_at = round_up(4 * splits * count, WORKSPACE_ALIGNMENT) if wants_weight else 0
     weight_index, bias_index = int(wants_input), int(wants_input) + int(wants_weight)
 
-    def place(wanted: bool, index: int, at: int) -> Argument:
+    def target(wanted: bool, index: int, at: int) -> Argument:
         return output(index) if wanted and not split else workspace(at if wanted else 0)
 
-    kernel = Kernel("gradients/depthwise.cu", "gradients_depthwise", _constants(problem, walk, output_mask))
+    kernel = Kernel("gradients/depthwise.cu", "gradients_depthwise", _constants(problem, tile, output_mask))
     launches = [
         Launch(
             kernel,
-            grid=channel_blocks * slices,
-            block=walk.threads,
+            grid=channel_blocks * splits,
+            block=tile.threads,
             arguments=(
                 input_(0),
                 input_(1),
                 input_(2),
                 output(0) if wants_input else workspace(0),
-                place(wants_weight, weight_index, 0),
-                place(wants_bias, bias_index, bias_at),
+                target(wants_weight, weight_index, 0),
+                target(wants_bias, bias_index, bias_at),
                 struct(0),
             ),
-            structs=(segment_sizes(g, (walk.rows, walk.own_w), repeat, split),),
-            shared_bytes=walk.shared_bytes(problem, output_mask),
+            structs=(segment_sizes(g, (tile.rows, tile.tile_w), repeat, split),),
+            shared_bytes=tile.shared_bytes(problem, output_mask),
         )
     ]
     sums = []
     if split and wants_weight:
-        sums.append(split_k_reduce(problem.dtype, count, slices, 0, weight_index))
+        sums.append(split_k_reduce(problem.dtype, count, splits, 0, weight_index))
     if split and wants_bias:
-        sums.append(split_k_reduce(problem.dtype, g.out_channels, slices, bias_at, bias_index))
+        sums.append(split_k_reduce(problem.dtype, g.out_channels, splits, bias_at, bias_index))
     launches += [replace(one, overlaps_previous=device.compute_capability >= 90) for one in sums]
-    used = bias_at + 4 * slices * g.out_channels * wants_bias if sums else 0
+    used = bias_at + 4 * splits * g.out_channels * wants_bias if sums else 0
     return Part(FAMILY, WHY, tuple(launches), used)
 
 
 def _constants(
-    problem: Problem, walk: Walk, output_mask: tuple[bool, ...]
+    problem: Problem, tile: DepthwiseTile, output_mask: tuple[bool, ...]
 ) -> tuple[tuple[str, Constant], ...]:
     g = problem.geometry
     largest = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
@@ -291,14 +296,14 @@ def _constants(
         *g.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        ("OWN_W", walk.own_w),
-        ("LOAD", walk.load),
-        ("LANES", walk.lanes),
-        ("WALKERS", walk.walkers),
-        ("PHASES", walk.phases),
-        ("PHASE_ROWS", walk.phase_rows),
-        ("THREADS", walk.threads),
-        ("MIN_BLOCKS", SHARING_BLOCKS if walk.phases > 1 and not problem.channels_last else 1),
+        ("TILE_W", tile.tile_w),
+        ("LOAD", tile.load),
+        ("LANES", tile.lanes),
+        ("TILES", tile.tiles),
+        ("PHASES", tile.phases),
+        ("PHASE_ROWS", tile.phase_rows),
+        ("THREADS", tile.threads),
+        ("MIN_BLOCKS", SHARING_BLOCKS if tile.phases > 1 and not problem.channels_last else 1),
         ("WANTS_INPUT", output_mask[0]),
         ("WANTS_WEIGHT", output_mask[1]),
         ("WITH_BIAS", output_mask[2]),

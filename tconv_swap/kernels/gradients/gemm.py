@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/gradients/gemm.cu: all gradients where the input is one pixel, out of one launch (sm_90a)."""
+"""Plans all gradients of layers whose input is one pixel, in one launch (csrc/kernels/gradients/gemm.cu, sm_90a)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from tconv_swap.runtime.program import (
 
 _FAMILY = "gemm"
 _THREADS = 256
-#: Of a block: images at a time, input channels, columns.
+#: The tile of a block: images at a time, input channels, columns.
 IMAGES, CHANNELS, COLUMNS = 128, 128, 64
 _BOX_BYTES = 128 * 128
 _SUMS_PITCH = CHANNELS + 8
-#: Blocks that add up their sums before they leave; the most that divides the blocks is taken.
+#: Sizes of a cluster, whose blocks add up their sums before they store them; the largest that divides the blocks is
+#: taken.
 CLUSTERS = (4, 2, 1)
-#: Images up to which a block that takes one tile of them after the other was thought of.
-_MOST_IMAGES = 512
-#: Bytes of which a row must be a multiple.
+#: The most images; a block computes tiles of them one after another.
+_MAX_IMAGES = 512
+#: The number of bytes of which a row must be a multiple.
 _ALIGNMENT = 16
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernel can do it: an image of one pixel, whose taps are the output's pixels, in the same order as the
-    weight's."""
+    """Returns whether the kernel computes the problem: images of one pixel, whose taps are the output's pixels, in the
+    order of the weight's taps."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype == torch.float64:
         return False
@@ -57,16 +58,16 @@ def claims(problem: Problem, device: Device) -> bool:
     )
     same_order = problem.channels_last == problem.weight_channels_last or g.taps == 1
     whole = columns_of(g) * problem.dtype.itemsize % _ALIGNMENT == 0 and g.in_channels % 4 == 0
-    return (
-        one_product and same_order and whole and 0 < g.batch <= _MOST_IMAGES and columns_of(g) < INT32_LIMIT
-    )
+    return one_product and same_order and whole and 0 < g.batch <= _MAX_IMAGES and columns_of(g) < INT32_LIMIT
 
 
 def columns_of(geometry: Geometry) -> int:
+    """Returns how many columns the matrix product has: output channels times taps."""
     return geometry.out_channels * geometry.taps
 
 
 def cluster_of(geometry: Geometry) -> int:
+    """Returns how many blocks a cluster has."""
     blocks = ceil_div(columns_of(geometry), COLUMNS)
     return next(size for size in CLUSTERS if blocks % size == 0)
 
@@ -74,7 +75,7 @@ def cluster_of(geometry: Geometry) -> int:
 def plan_backward(
     problem: Problem, output_mask: tuple[bool, ...], device: Device, cluster: int | None = None
 ) -> Plan | None:
-    """The gradients the mask asks for, or None for what this family does not claim.
+    """Returns the plan of the gradients of the mask, or None for a problem that the family does not compute.
 
     Inputs: grad_output, input, weight (16-byte aligned). Workspace: a copy of grad_input in float32 for each 64
     ``cluster`` columns, and 8 bytes a column.
@@ -95,7 +96,7 @@ def plan_backward(
     grad_input = Output(g.input_shape, problem.channels_last)
     grad_weight = Output(g.weight_shape, problem.weight_channels_last)
     wanted = zip(output_mask, (grad_input, grad_weight, Output((g.out_channels,))), strict=True)
-    outputs = tuple(one for asked, one in wanted if asked)
+    outputs = tuple(one for is_wanted, one in wanted if is_wanted)
     weight_index = int(wants_input)
     rounded = ElementKind.FLOAT32 if wants_bias else ElementKind.TFLOAT32
     kernel = Kernel(
@@ -134,7 +135,7 @@ def plan_backward(
             shared_bytes=shared,
             tensor_maps=(
                 _map(problem, input_(0), columns, g.batch, rounded),
-                # Without grad_input nobody asks for it.
+                # Without grad_input the kernel does not load the weight.
                 _map(problem, input_(2), columns, g.in_channels)
                 if wants_input
                 else _map(problem, input_(0), columns, g.batch),
@@ -147,15 +148,15 @@ def plan_backward(
         index = len(outputs) - 1
         launches.append(split_k_reduce(problem.dtype, g.out_channels, 2 * g.taps, columns_at, index))
     launches[1:] = [replace(one, overlaps_previous=True) for one in launches[1:]]
-    room = columns_at + (columns * 8 if wants_bias else 0)
+    workspace_bytes = columns_at + (columns * 8 if wants_bias else 0)
     why = f"one product of matrices, the sums of {cluster} blocks added up by them"
-    return Plan(_FAMILY, why, outputs, tuple(launches), room)
+    return Plan(_FAMILY, why, outputs, tuple(launches), workspace_bytes)
 
 
 def _map(
     problem: Problem, base: Argument, columns: int, rows: int, kind: ElementKind = ElementKind.TFLOAT32
 ) -> TensorMap:
-    """Of a matrix, 128 rows of 128 bytes a box."""
+    """Returns the tensor map of a matrix, whose boxes are 128 rows of 128 bytes."""
     item = problem.dtype.itemsize
     kinds = {torch.float16: ElementKind.FLOAT16, torch.bfloat16: ElementKind.BFLOAT16}
     return TensorMap(

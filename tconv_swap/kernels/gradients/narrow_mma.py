@@ -1,60 +1,124 @@
-"""What the two narrow gradients share: which problems are theirs, what their kernels ask of a GPU."""
+"""What the narrow kernels of both gradients share: the problems that they compute, and the registers and shared memory
+that they need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.gradients.gather_tile import GatherTile, fitting, loads, rows
+from tconv_swap.kernels.gradients.grad_output_tile import (
+    GradOutputTile,
+    groups_of_a_block,
+    largest_divisor,
+    loads,
+    rows,
+)
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Constant, Launch
 
 FAMILY = "narrow_mma"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed; so do we.
+#: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed, and so do these
+#: kernels.
 TF32_CHANNELS = 8
-#: Up to so many channels on one side of a group, most of a wide tile would be padding.
+#: The most channels of the narrow side of a group: most of a wide tile would be padding.
 NARROW_CHANNELS = 8
-#: From so many taps on, no wide tile holds the kernel; up to so many channels, this one does.
+#: The fewest taps that no wide tile holds, and the most channels of a group with so many taps.
 MANY_TAPS, MANY_TAPS_CHANNELS = 256, 64
 #: A block's shared memory, in bytes.
 SHARED_BYTES = 100 * 1024
-#: Taps of a chunk: the steps of 8 are unrolled.
+#: The most taps of a chunk: its steps of 8 are unrolled.
 CHUNK_TAPS = 256
+#: The most registers of a thread that hold weights of grad_input.
 WEIGHT_REGISTERS = 96
-#: Accesses with which a thread brings its part of a tile.
+#: The most loads of a tile that a thread makes.
 MAX_LOADS = 96
-#: PLACES_KEPT and AHEAD of csrc/kernels/gradients/gather.cuh.
-KEPT_PLACES = 12
-AHEAD_BYTES = 64
-#: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
-MOST_SUMS = {False: 24, True: 12}
-#: Units of 16 pixels that a warp of grad_weight adds up one after the other, in TF32 or 16 bits (there the multiplier
-#: cuts off) and in IEEE: rounding errors grow with the root of it, 2e-8 of the result for one
-#: (docs/kernels/narrow_grad_weight.md).
+#: The most loads whose sources stay in registers, and the most bytes of loads one tile ahead: SOURCES_IN_REGISTERS and
+#: PREFETCHES of csrc/kernels/gradients/grad_output_tile.cuh.
+MAX_KEPT_SOURCES = 12
+MAX_PREFETCHED_BYTES = 64
+#: The most m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
+MAX_SUM_TILES = {False: 24, True: 12}
+#: The most units of 16 pixels that a warp of grad_weight adds up one after the other, in TF32 or 16 bits (where the
+#: tensor cores truncate) and in IEEE: rounding errors grow with the root of it, 2e-8 of the result for one
+#: (docs/kernels/grad_weight/narrow_mma.md).
 LONGEST_CHAIN = {False: 2048, True: 256}
-#: What a thread of grad_weight may keep of the input that it asked for ahead.
+#: The most registers of a thread of grad_weight that hold prefetched input.
 INPUT_REGISTERS = 32
 REGISTERS = 65536
 MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
-#: What the compiler may use on top of what it needs on average, so that it never spills.
+#: Registers that the compiler may use beyond the expected number, so that it never spills.
 REGISTER_MARGIN = 40
-#: What a multiprocessor does in a cycle, measured or thereabouts; and the L2 cache.
+#: Cycles of a multiply and instructions issued in a cycle, of a multiprocessor, and bytes of the L2 in a cycle
+#: (measured,
+#: rounded).
 MULTIPLY_CYCLES = 1.55
 ISSUED_PER_CYCLE = 2.6
 L2_BYTES_PER_CYCLE = 3000
-#: Channels whose sums a block can keep beside the weight's.
+#: The most channels whose sums a block keeps for grad_bias beside those of grad_weight.
 BIAS_CHANNELS = 16
 #: The values of ptx::TF32 and ptx::IEEE in csrc/kernels/common/mma.cuh.
 TF32, IEEE = 0, 3
 
 
+@dataclass(frozen=True, slots=True)
+class NarrowTile:
+    """The constants that the kernels of both gradients have, and what a tile of either costs.
+
+    ``registers``: of a thread, as expected. ``shared_bytes``: of a block. ``passes``: how often a load of grad_output
+    from shared memory goes over the banks, on average.
+    """
+
+    grad_output: GradOutputTile
+    m_tiles: int
+    n_tiles: int
+    warps_m: int
+    registers: int
+    shared_bytes: int
+    passes: float
+
+    @property
+    def resident(self) -> int:
+        """Returns how many blocks a multiprocessor runs at a time."""
+        return resident_blocks(self.registers, self.grad_output, self.shared_bytes)
+
+    @property
+    def shared_constants(self) -> tuple[tuple[str, Constant], ...]:
+        """Returns the constants that the kernels of both gradients have."""
+        wanted = resident_blocks(self.registers + REGISTER_MARGIN, self.grad_output, self.shared_bytes)
+        return (
+            *self.grad_output.constants,
+            ("M_TILES", self.m_tiles),
+            ("N_TILES", self.n_tiles),
+            ("WARPS_M", self.warps_m),
+            ("MIN_BLOCKS", wanted),
+        )
+
+    def blocks_of_a_row(self, geometry: Geometry) -> int:
+        """Returns how many blocks share one row of tiles: over the columns, the groups and the input channels."""
+        m_blocks = ceil_div(geometry.in_channels_per_group, 16 * self.m_tiles * self.warps_m)
+        tiles_w = ceil_div(geometry.width, self.grad_output.tile_w)
+        return m_blocks * (geometry.groups // self.grad_output.block_groups) * tiles_w
+
+
+def channel_tiles(problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """Yields how a block may share out the input channels: tiles of 16 channels of a warp, warps of a group, and groups
+    of a block. A block of several groups has all channels of each."""
+    m_total = ceil_div(problem.geometry.in_channels_per_group, 16)
+    group_counts = groups_of_a_block(problem.geometry, problem.channels_last, problem.dtype.itemsize, 8)
+    for m_tiles, groups in product(sorted({min(2, m_total), min(4, m_total)}), group_counts):
+        warps_m = min(4, ceil_div(m_total, m_tiles))
+        if groups == 1 or warps_m * m_tiles >= m_total:
+            yield m_tiles, warps_m, groups
+
+
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the narrow gradients take a problem."""
+    """Returns whether the narrow kernels compute a problem."""
     geometry = problem.geometry
     if problem.dtype not in DTYPES or device.compute_capability < 80 or geometry.batch == 0:
         return False
@@ -66,27 +130,28 @@ def claims(problem: Problem, device: Device) -> bool:
     )
 
 
-def loads_rows(problem: Problem, gather: GatherTile) -> bool:
-    """Whether rows of grad_output hold whole loads of the tile."""
-    return problem.channels_last or problem.geometry.out_width % gather.load == 0
+def loads_rows(problem: Problem, grad_output: GradOutputTile) -> bool:
+    """Returns whether rows of grad_output hold whole loads of the tile."""
+    return problem.channels_last or problem.geometry.out_width % grad_output.load == 0
 
 
 def input_bytes(geometry: Geometry) -> int:
-    """Of one float32 copy of the input's gradient."""
+    """Returns the bytes of one float32 copy of grad_input."""
     return 4 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
 
 
 def rounds_nothing(problem: Problem) -> bool:
-    """Whether float32 is computed by products of parts, TF32 allowed or not."""
+    """Returns whether float32 is computed by products of parts (IEEE), even if TF32 is allowed."""
     if problem.dtype != torch.float32:
         return False
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    # PyTorch computes the same layers in float32 even with TF32 allowed, and nothing may be less accurate than that.
+    # PyTorch computes these layers in float32 even with TF32 allowed, and no kernel may be less accurate than PyTorch.
     return problem.precision == "ieee" or channels < TF32_CHANNELS or geometry.taps >= MANY_TAPS
 
 
 def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:
+    """Returns the constants of a layer that the kernels of both gradients have."""
     geometry = problem.geometry
     largest = max(
         geometry.in_channels * geometry.height * geometry.width,
@@ -103,58 +168,66 @@ def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:
     )
 
 
-def chunk_shapes(geometry: Geometry, block_groups: int, most: int) -> Iterator[tuple[int, int]]:
-    """(channels, rows of the kernel) of a chunk of the taps: as many as fit, and about a quarter of that."""
+def chunk_shapes(geometry: Geometry, block_groups: int, max_taps: int) -> Iterator[tuple[int, int]]:
+    """Yields (channels, rows of the kernel) of a chunk of the taps: as many taps as fit, and about a quarter of
+    that."""
     channels, kernel_w = geometry.out_channels_per_group, geometry.kernel[1]
     found = set()
     for kernel_rows in sorted({geometry.kernel[0], 1}, reverse=True):
-        for limit in (most, most // 4):
+        for limit in (max_taps, max_taps // 4):
 
             def taps(count: int, kernel_rows: int = kernel_rows) -> int:
                 return count * kernel_rows * kernel_w
 
-            count = channels if block_groups > 1 else fitting(channels, limit, taps)
+            count = channels if block_groups > 1 else largest_divisor(channels, limit, taps)
             if count is not None and taps(count) <= limit and (count, kernel_rows) not in found:
                 found.add((count, kernel_rows))
                 yield count, kernel_rows
 
 
-def loader_registers(problem: Problem, gather: GatherTile) -> int:
-    count = loads(problem.geometry, gather, problem.channels_last)
-    kept = 3 * count if count <= KEPT_PLACES else 10
-    if gather.async_:
+def loader_registers(problem: Problem, grad_output: GradOutputTile) -> int:
+    """Returns about how many registers of a thread the loads of grad_output take."""
+    count = loads(problem.geometry, grad_output, problem.channels_last)
+    kept = 3 * count if count <= MAX_KEPT_SOURCES else 10
+    if grad_output.async_:
         return kept
-    pack = gather.load * problem.dtype.itemsize
-    return kept + ceil_div(pack, 4) * count + 15 if count * pack <= AHEAD_BYTES else 45 + 2 * pack
+    pack = grad_output.load * problem.dtype.itemsize
+    return kept + ceil_div(pack, 4) * count + 15 if count * pack <= MAX_PREFETCHED_BYTES else 45 + 2 * pack
 
 
-def resident_blocks(registers: int, gather: GatherTile, shared_bytes: int) -> int:
-    """Blocks of a multiprocessor, with so many registers a thread."""
+def resident_blocks(registers: int, grad_output: GradOutputTile, shared_bytes: int) -> int:
+    """Returns how many blocks a multiprocessor runs at a time, with so many registers of a thread."""
     by_shared_memory = MULTIPROCESSOR_SHARED_BYTES // (shared_bytes + 1024)
-    return max(1, min(REGISTERS // (registers * gather.threads), by_shared_memory, 2048 // gather.threads))
+    return max(
+        1, min(REGISTERS // (registers * grad_output.threads), by_shared_memory, 2048 // grad_output.threads)
+    )
 
 
-def powers(most: int) -> Iterator[int]:
+def powers(limit: int) -> Iterator[int]:
+    """Yields the powers of two up to ``limit``."""
     power = 1
-    while power <= most:
+    while power <= limit:
         yield power
         power *= 2
 
 
-def loadable(problem: Problem, gather: GatherTile) -> bool:
+def loadable(problem: Problem, grad_output: GradOutputTile) -> bool:
+    """Returns whether the loader of the kernels can load the tile."""
     geometry = problem.geometry
     return (
-        loads(geometry, gather, problem.channels_last) <= MAX_LOADS
-        and rows(geometry, gather) * geometry.stride[0] < 4096
+        loads(geometry, grad_output, problem.channels_last) <= MAX_LOADS
+        and rows(geometry, grad_output) * geometry.stride[0] < 4096
     )
 
 
 def why(geometry: Geometry) -> str:
+    """Returns the description of a part of the family."""
     channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
-    return f"{channels}: gathered taps on the tensor cores"
+    return f"{channels}: im2col of grad_output on the tensor cores"
 
 
 def overlapping(launches: Sequence[Launch], device: Device) -> tuple[Launch, ...]:
-    """All but the first start while the one before ends, and wait for it."""
+    """Returns the launches, all but the first changed to start while the one before ends (programmatic dependent
+    launch)."""
     overlaps = device.compute_capability >= 90
     return (launches[0], *(replace(launch, overlaps_previous=overlaps) for launch in launches[1:]))

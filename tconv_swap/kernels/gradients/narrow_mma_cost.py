@@ -1,7 +1,8 @@
-"""What a tile of the narrow gradients is expected to take: a sum of its parts, fitted to measurements.
+"""The expected time of a tile of the narrow kernels: a sum of parts, fitted to measurements.
 
-1,600 tiles of 7 layers on an H200 (docs/kernels/narrow_grad_input.md). Of the 29 tiles or so of a problem, the
-one expected to be the fastest took on average 1.08 (grad_input) and 1.10 (grad_weight) times as long as the fastest.
+1,600 tiles of 7 layers were measured on an H200 (docs/kernels/grad_input/narrow_mma.md). Of the about 29 tiles of a
+problem, the one expected to be the fastest took on average 1.08 (grad_input) and 1.10 (grad_weight) times as long as
+the fastest.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
-from tconv_swap.kernels.gradients.gather_tile import GatherTile, columns, loads, rows, sectors
-from tconv_swap.kernels.gradients.narrow_mma import KEPT_PLACES, rounds_nothing
+from tconv_swap.kernels.gradients.grad_output_tile import GradOutputTile, columns, loaded_bytes, loads, rows
+from tconv_swap.kernels.gradients.narrow_mma import MAX_KEPT_SOURCES, rounds_nothing
 from tconv_swap.kernels.problem import Device, Problem
 
-#: Microseconds for each, and on top of that where few warps hide each other's waits, times 8 / warps.
+#: Microseconds of a unit, and the microseconds to add times 8 / warps, because few warps do not hide each other's
+#: waits.
 Price = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of one unit of :class:`Work`, on an H200."""
+    """The prices of one unit of each amount of :class:`Work`, on an H200."""
 
     read: Price
     multiply: Price
@@ -73,49 +75,49 @@ GRAD_WEIGHT = Prices(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one multiprocessor does; instructions are counted by the warp."""
+    """The work of one multiprocessor. Instructions are counted for each warp."""
 
     #: Passes over the banks of shared memory.
     reads: float
     multiplies: float
     #: Instructions beside the copies.
     instructions: float
-    #: Copies to shared memory, those whose places are computed anew, and elements that come through registers.
+    #: Copies to shared memory, copies whose addresses are computed anew, and elements that go through registers.
     copies: float
     places: float
     puts: float
-    #: Weights fetched, input vectors fetched.
+    #: Loads of weights, and of vectors of the input.
     weights: float
     inputs: float
-    #: Bytes of grad_output, halos included; bytes that the problem has; bytes of partial sums.
+    #: Bytes of grad_output that tiles load, with halos; bytes of the problem's tensors; bytes of partial sums.
     loaded: float
     least: float
     partials: float
-    #: Tiles, chunk by chunk, that one block after the other waits for; rounds of blocks; once.
+    #: Chunks of tiles that a block computes one after another; waves of blocks; the launch.
     steps: float
     rounds: float
     start: float = 1.0
 
 
-#: What each of Work costs, of Prices, in the same order.
+#: The fields of Work, and the fields of Prices that price them, in the same order.
 AMOUNTS = tuple(field.name for field in fields(Work))
 PRICES = tuple(field.name for field in fields(Prices))
 
 
 @dataclass(frozen=True, slots=True)
 class Multiplies:
-    """A warp's steps of 8 k for one tile and chunk, over all warps of a block, and what each consists of."""
+    """The steps of 8 k of all warps of a block for one tile and chunk, and the contents of a step."""
 
     steps: float
     m_tiles: int
     n_tiles: int
     passes: float
-    #: Reads of shared memory for each m tile, beside the gather.
+    #: Reads of shared memory for each m tile, beside those of grad_output.
     other_reads: int
 
 
 def microseconds(work: Work, prices: Prices, warps: float) -> float:
-    """The expected time where ``warps`` warps are resident on a multiprocessor."""
+    """Returns the expected microseconds if ``warps`` warps are resident on a multiprocessor."""
     lone = 8 / warps
     total = 0.0
     for name, priced in zip(AMOUNTS, PRICES, strict=True):
@@ -126,7 +128,7 @@ def microseconds(work: Work, prices: Prices, warps: float) -> float:
 
 def work_of(
     problem: Problem,
-    gather: GatherTile,
+    grad_output: GradOutputTile,
     multiplies: Multiplies,
     device: Device,
     tiles: int,
@@ -137,8 +139,9 @@ def work_of(
     inputs: float = 0.0,
     partial_bytes: float = 0.0,
 ) -> tuple[Work, float]:
-    """The work of ``tiles`` tiles, ``chunks`` chunks of the taps each, in so many blocks of which ``resident`` run on a
-    multiprocessor at a time, and how many warps these are. ``weights`` of all blocks, ``inputs`` of a tile."""
+    """Returns the work of a multiprocessor, and how many warps are resident on it, for ``tiles`` tiles of ``chunks``
+    chunks of the taps each, in ``blocks`` blocks of which ``resident`` run on a multiprocessor at a time. ``weights``:
+    loads of weights of all blocks; ``inputs``: loads of the input of a tile."""
     geometry, channels_last, bytes_ = problem.geometry, problem.channels_last, problem.dtype.itemsize
     multiprocessors = device.multiprocessors
     occupied = max(1.0, min(resident, blocks / multiprocessors))
@@ -155,21 +158,26 @@ def work_of(
         products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
     m, n = multiplies.m_tiles, multiplies.n_tiles
     instructions = n * 2 * (1 + splitting) + 2 + m * 4 * (1 + splitting) + m * n * (products + additions)
-    elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, channels_last) / 32
-    count = loads(geometry, gather, channels_last)
+    elements = (
+        grad_output.channels
+        * rows(geometry, grad_output)
+        * columns(geometry, grad_output, channels_last)
+        / 32
+    )
+    count = loads(geometry, grad_output, channels_last)
     work = Work(
         reads=share * multiplies.steps * (2 * n * multiplies.passes + multiplies.other_reads * m),
         multiplies=share * multiplies.steps * m * n * products,
         instructions=share * multiplies.steps * instructions,
-        copies=share * chunks * elements / gather.load,
-        places=share * chunks * elements / gather.load if count > KEPT_PLACES else 0.0,
-        puts=0.0 if gather.async_ else share * chunks * elements,
+        copies=share * chunks * elements / grad_output.load,
+        places=share * chunks * elements / grad_output.load if count > MAX_KEPT_SOURCES else 0.0,
+        puts=0.0 if grad_output.async_ else share * chunks * elements,
         weights=weights / 32 / multiprocessors,
         inputs=share * inputs,
-        loaded=tiles * chunks * sectors(geometry, gather, channels_last, bytes_) / multiprocessors,
+        loaded=tiles * chunks * loaded_bytes(geometry, grad_output, channels_last, bytes_) / multiprocessors,
         least=geometry.elements * bytes_ / multiprocessors,
         partials=partial_bytes / multiprocessors,
         steps=share * chunks / occupied,
         rounds=max(1.0, rounds),
     )
-    return work, occupied * gather.threads / 32
+    return work, occupied * grad_output.threads / 32

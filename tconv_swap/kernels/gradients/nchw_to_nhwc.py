@@ -61,10 +61,10 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         return None
     pieces = []
     if output_mask[0]:
-        by_boxes = arranged_grad_input(problem, device) if _summed(problem) >= LEAST_SUMMED else None
+        by_boxes = nhwc_grad_input(problem, device) if _summed(problem) >= LEAST_SUMMED else None
         pieces.append(by_boxes or direct_grad_input(problem, device))
     if output_mask[1]:
-        pieces.append(arranged_grad_weight(problem, device))
+        pieces.append(nhwc_grad_weight(problem, device))
     made = [piece for piece in pieces if piece is not None]
     if len(made) < len(pieces) or not any(piece.arranged for piece in made):
         return None
@@ -101,7 +101,7 @@ def _pays_alone(problem: Problem, device: Device) -> bool:
     return direct is None or direct.family == grad_input_implicit_gemm.FAMILY
 
 
-def arranged_grad_input(problem: Problem, device: Device) -> Piece | None:
+def nhwc_grad_input(problem: Problem, device: Device) -> Piece | None:
     """From grad_output and the weight in channels_last to NCHW."""
     posed = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
     parts = grad_input_tma.part_candidates(replace(posed, output_channels_last=False), device, 1)
@@ -114,13 +114,13 @@ def direct_grad_input(problem: Problem, device: Device) -> Piece | None:
     return Piece(part, Output(problem.geometry.input_shape), ()) if part is not None else None
 
 
-def arranged_grad_weight(problem: Problem, device: Device) -> Piece | None:
+def nhwc_grad_weight(problem: Problem, device: Device) -> Piece | None:
     """From grad_output and the input in channels_last. Where no launch adds up slices, which would write any layout as
     fast, the gradient is written in channels_last too, in whole lines."""
     arranged = (GRAD_OUTPUT, INPUT)
     made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
     posed = replace(problem, channels_last=True, weight_channels_last=True)
-    part = grad_weight_tma.plan_arranged(posed, device, problem.weight_channels_last)
+    part = grad_weight_tma.plan_from_nhwc_copies(posed, device, problem.weight_channels_last)
     if part is None:
         return None
     if len(part.launches) == 1 and not problem.weight_channels_last:

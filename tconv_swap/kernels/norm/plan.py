@@ -1,6 +1,5 @@
-"""Which launches compute a normalisation: one where a block or a cluster holds a tile, else two.
-
-The choice is by predicted time, of which docs/kernels/norm.md has the byte counts and the rates.
+"""Which launches compute a normalisation: one launch where a block or a cluster holds a tile, else two.
+The choice is by predicted time; docs/kernels/norm.md has its byte counts and rates.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MOST_ITEMS, Norm, Tiling
+from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MAX_ITEMS, Norm, Tiling
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -30,40 +29,45 @@ from tconv_swap.runtime.program import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-#: STAGE of the kernels.
-_TOGETHER, _REDUCE, _APPLY = 0, 1, 2
+#: STAGE of csrc/kernels/norm/norm.cuh.
+_FUSED, _REDUCE, _APPLY = 0, 1, 2
 _FORWARD, _BACKWARD = "norm_forward", "norm_backward"
-#: Bytes a microsecond: memory of an H200, copying; its L2.
+#: Bytes a microsecond of an H200: of its memory, copying, and of its L2.
 _COPY_RATE, _L2_RATE = 4.284e6, 9e6
-#: Microseconds: of a launch; of a block that waits for its first bytes, reduces, and waits for its cluster.
+#: Microseconds of a launch, and of a block that waits for its first bytes, reduces, and waits for its cluster.
 _LAUNCH, _BLOCK = 2.5, 2.0
-#: What stays in the L2 from one launch to the next, in bytes.
+#: Bytes that stay in the L2 from one launch to the next.
 _L2_BYTES = 30e6
-#: So many multiprocessors of a GPU's take all that its memory gives.
-_ENOUGH_MULTIPROCESSORS = 0.7
-_MOST_THREADS_RESIDENT = 2048
+#: The share of a GPU's multiprocessors that suffices for all of its memory's rate.
+_SATURATING_SHARE = 0.7
+#: Threads that a multiprocessor runs at a time.
+_MAX_RESIDENT_THREADS = 2048
+#: A block of the single launch has _SMALL_THREADS threads for at most so many bytes of its tile, else _THREADS.
 _SMALL_BLOCK_BYTES, _SMALL_THREADS, _THREADS = 16 << 10, 128, 512
-#: Of the kernels that share the work with another launch.
-_SLICE_THREADS = 256
-#: Items that a thread of the last launch takes, at most: a new block puts all slices together again.
-_SLICE_DEPTH = 32
-#: Slices whose statistics every block of the last launch puts together.
-_MOST_PARTIALS = 128
+#: Threads of a block of the two launches.
+_SPLIT_THREADS = 256
+#: Items of a thread of the last launch, at most: every block of it merges all splits again.
+_MAX_ITEMS_TO_APPLY = 32
+#: Partial results that every block of the last launch merges, at most.
+_MAX_PARTIALS = 128
+#: Blocks of a cluster.
 _CLUSTERS = (1, 2, 4, 8)
-#: Of a kernel's own; 48 KB of its own and what a launch asks for need no permission, which a launch of more asks for.
-_STATIC_BYTES, _UNASKED_BYTES = 20 << 10, 48 << 10
+#: Static shared memory of a kernel, about; above 48 KB in all a launch must opt in to more.
+_STATIC_BYTES, _DEFAULT_SHARED_BYTES = 20 << 10, 48 << 10
+#: Items that a thread loads at once.
 _UNROLL = 4
-#: Of 256 threads, whose registers let about so many be on a multiprocessor.
-_SLICES_RESIDENT = 4
+#: Blocks of ``_SPLIT_THREADS`` threads that the registers of a multiprocessor hold.
+_RESIDENT_SPLITS = 4
 
 
-#: Threads, stage, blocks of a cluster, blocks, the kernel's struct, bytes of shared memory.
+#: Arguments: threads, stage, blocks of a cluster, blocks, the words of the kernel's struct, bytes of shared
+#: memory.
 _MakeLaunch = Callable[[int, int, int, int, tuple[int, ...], int], Launch]
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
-    """One launch. ``microseconds``: as predicted."""
+class _FusedLaunch:
+    """A single launch; ``microseconds`` is its predicted time."""
 
     cluster: int
     threads: int
@@ -75,15 +79,16 @@ class _Together:
 def plan_forward(
     norm: Norm, *, trains: bool, updates: bool, momentum: float | None, saves: bool, device: Device
 ) -> Plan | None:
-    """Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, all but the first or None; with
-    ``norm.adds`` what is added, which lies as the tensor does.
-    Outputs: the tensor normalised and activated; with ``saves`` also ``[2, groups]`` float32, means and
-    ``1 / sqrt(variance + eps)``, which the backward pass starts from. None where the kernels do not claim it.
+    """Returns the plan of a normalisation and its activation, or None where the kernels do not claim it.
+    Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, all but the first or None;
+    with ``norm.adds`` the added tensor, which has the layout of the first. Outputs: the result; with ``saves``
+    also ``[2, groups]`` float32, means and ``1 / sqrt(variance + eps)``, from which the backward pass starts.
 
     Args:
-        trains: by the batch's statistics, else by the running ones.
-        updates: bring the running statistics up to date, and count the batch.
-        momentum: of that; None: the average of all batches, which num_batches_tracked has counted already.
+        trains: normalise by the batch's statistics, else by the running ones.
+        updates: update the running statistics, and count the batch.
+        momentum: of the update; None: the average of all batches, which num_batches_tracked has counted
+            already.
     """
     if not _is_claimed(norm):
         return None
@@ -104,28 +109,31 @@ def plan_forward(
             input_(2),
             *((input_(3), input_(4), input_(5)) if updates or not trains else (int64(0),) * 3),
             output(1) if saves and stage != _REDUCE else int64(0),
-            workspace(0) if stage != _TOGETHER else int64(0),
+            workspace(0) if stage != _FUSED else int64(0),
             input_(6) if norm.adds else int64(0),
         )
         constants = _constants(tiling, threads, stage, cluster)
         return _launch(_FORWARD, constants, blocks, threads, arguments, words, shared, stage)
 
     if not trains:
-        slices = _slices_to_apply(tiling, device)
-        words = tiling.words(slices, trains=False)
-        one = launch(_SLICE_THREADS, _APPLY, 1, tiling.tiles * slices, words, 0)
-        return Plan("norm", "running statistics: one pass", tuple(outputs), (_alone(one),))
+        splits = _apply_splits(tiling, device)
+        words = tiling.struct_words(splits, trains=False)
+        one = launch(_SPLIT_THREADS, _APPLY, 1, tiling.tiles * splits, words, 0)
+        return Plan("norm", "running statistics: one pass", tuple(outputs), (_without_overlap(one),))
     return _planned(tiling, device, 1, True, counts, factor, tuple(outputs), launch)
 
 
 def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device: Device) -> Plan | None:
-    """Inputs: the gradient of the output, the tensor that was normalised, what the forward pass saved, weight, bias;
-    with ``norm.adds`` the output. Outputs: the gradients that ``wants`` asks for: the tensor's; ``[groups]`` of the
-    weight and as many of the bias, float32 for every image where statistics are per image, else as the parameters; with
-    ``norm.adds``, where the tensor's is always wanted, that of what was added. None as above.
+    """Returns the plan of the gradients of a normalisation and its activation, or None where the kernels do not
+    claim it.
+    Inputs: the gradient of the output, the normalised tensor, what the forward pass saved, weight, bias; with
+    ``norm.adds`` the output. Outputs: the gradients that ``wants`` asks for: that of the tensor; those of
+    weight and bias, ``[groups]``, float32 for every image where statistics are per image, else in the dtype of
+    the parameters; with ``norm.adds``, where the tensor's is always wanted, that of the added tensor.
 
     Args:
-        trains: the forward pass went by the batch's statistics.
+        trains: the forward pass normalised by the batch's statistics.
+        wants: the gradient of the tensor, those of weight and bias.
     """
     if not _is_claimed(norm):
         return None
@@ -148,46 +156,51 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
             *(input_(i) for i in range(5)),
             first,
             *((int64(0), int64(0)) if stage == _REDUCE else others),
-            workspace(0) if stage != _TOGETHER else int64(0),
+            workspace(0) if stage != _FUSED else int64(0),
             *((input_(5), output(len(outputs) - 1)) if norm.adds else (int64(0), int64(0))),
         )
         constants = (*_constants(tiling, threads, stage, cluster), ("Gradient", ELEMENT_TYPES[of_parameters]))
         return _launch(_BACKWARD, constants, blocks, threads, arguments, words, shared, stage)
 
     if not trains and not wants_parameters:
-        slices = _slices_to_apply(tiling, device)
-        words = tiling.words(slices, trains=False)
-        one = launch(_SLICE_THREADS, _APPLY, 1, tiling.tiles * slices, words, 0)
+        splits = _apply_splits(tiling, device)
+        words = tiling.struct_words(splits, trains=False)
+        one = launch(_SPLIT_THREADS, _APPLY, 1, tiling.tiles * splits, words, 0)
         return Plan(
-            "norm", "fixed statistics, no gradient of a parameter: one pass", tuple(outputs), (_alone(one),)
+            "norm",
+            "fixed statistics, no gradient of a parameter: one pass",
+            tuple(outputs),
+            (_without_overlap(one),),
         )
     return _planned(tiling, device, 2, trains, 0, 0.0, tuple(outputs), launch)
 
 
-def _alone(launch: Launch) -> Launch:
-    """Of a plan by itself: what runs before it is somebody else's."""
+def _without_overlap(launch: Launch) -> Launch:
+    """Returns the launch of a plan by itself: what runs before it belongs to another plan."""
     return replace(launch, overlaps_previous=False)
 
 
 def _is_claimed(norm: Norm) -> bool:
+    """Returns whether the kernels compute this normalisation."""
     return (
         norm.dtype in DTYPES
         and norm.parameters in (norm.dtype, torch.float32)
         and norm.bytes > 0
-        and Tiling.of(norm).items < MOST_ITEMS
-        and norm.groups < MOST_ITEMS // _MOST_PARTIALS
+        and Tiling.of(norm).items < MAX_ITEMS
+        and norm.groups < MAX_ITEMS // _MAX_PARTIALS
         and (norm.activation in FROM_OUTPUT or not norm.adds)
     )
 
 
 def _constants(tiling: Tiling, threads: int, stage: int, cluster: int) -> tuple[tuple[str, Constant], ...]:
+    """Returns the constants of a kernel."""
     norm = tiling.norm
     return (
         ("Element", ELEMENT_TYPES[norm.dtype]),
         ("Parameter", ELEMENT_TYPES[norm.parameters]),
         ("VALUES", tiling.values),
         ("THREADS", threads),
-        ("CHANNELS_LAST", tiling.walks_channels_last),
+        ("CHANNELS_LAST", tiling.channels_innermost),
         ("ACTIVATION", int(norm.activation)),
         ("CLUSTER", cluster),
         ("STAGE", stage),
@@ -205,6 +218,7 @@ def _launch(
     shared_bytes: int,
     stage: int,
 ) -> Launch:
+    """Returns the launch of a kernel."""
     return Launch(
         Kernel(f"norm/{entry}.cu", entry, constants),
         blocks,
@@ -226,85 +240,92 @@ def _planned(
     outputs: tuple[Output, ...],
     launch: _MakeLaunch,
 ) -> Plan:
-    """The faster of one launch and two. ``read``: tensors that are read before one is written."""
-    ways = [
-        _together(tiling, device, read, cluster) for cluster in _CLUSTERS if _has_cluster(device, cluster)
+    """Returns the plan of one launch or of two, whichever is predicted to be faster. ``read``: tensors that are
+    read before one is written."""
+    candidates = [
+        _fused(tiling, device, read, cluster) for cluster in _CLUSTERS if _has_cluster(device, cluster)
     ]
-    best = min(ways, key=lambda way: way.microseconds)
-    if best.microseconds <= _apart_microseconds(tiling, read):
-        words = tiling.words(
+    best = min(candidates, key=lambda candidate: candidate.microseconds)
+    if best.microseconds <= _two_pass_microseconds(tiling, read):
+        words = tiling.struct_words(
             best.cluster, cached=best.cached, trains=trains, counts=counts, momentum=momentum
         )
         blocks = tiling.tiles * best.cluster
-        one = launch(best.threads, _TOGETHER, best.cluster, blocks, words, best.shared_bytes)
+        one = launch(best.threads, _FUSED, best.cluster, blocks, words, best.shared_bytes)
         shared_by = f"{best.cluster} blocks" if best.cluster > 1 else "a block"
         return Plan("norm", f"{shared_by} to a tile: one launch", outputs, (one,))
-    slices, cluster = _slices_to_reduce(tiling, device)
-    partials = ceil_div(slices, cluster), tiling.slice(slices) * cluster
-    reducing = tiling.words(slices, trains=trains)
-    to_apply = _slices_to_apply(tiling, device)
-    applying = tiling.words(to_apply, partials=partials, trains=trains, counts=counts, momentum=momentum)
+    splits, cluster = _reduce_splits(tiling, device)
+    partials = ceil_div(splits, cluster), tiling.split_items(splits) * cluster
+    reducing = tiling.struct_words(splits, trains=trains)
+    to_apply = _apply_splits(tiling, device)
+    applying = tiling.struct_words(
+        to_apply, partials=partials, trains=trains, counts=counts, momentum=momentum
+    )
     return Plan(
         "norm",
-        f"{slices} slices of a tile: reduced, then applied",
+        f"{splits} splits of a tile: reduced, then applied",
         outputs,
         (
-            launch(_SLICE_THREADS, _REDUCE, cluster, tiling.tiles * slices, reducing, 0),
-            launch(_SLICE_THREADS, _APPLY, 1, tiling.tiles * to_apply, applying, 0),
+            launch(_SPLIT_THREADS, _REDUCE, cluster, tiling.tiles * splits, reducing, 0),
+            launch(_SPLIT_THREADS, _APPLY, 1, tiling.tiles * to_apply, applying, 0),
         ),
         workspace_bytes=partials[0] * tiling.norm.groups * 8,
     )
 
 
 def _has_cluster(device: Device, blocks: int) -> bool:
+    """Returns whether the GPU runs clusters of so many blocks."""
     return blocks == 1 or device.compute_capability >= 90
 
 
-def _together(tiling: Tiling, device: Device, read: int, cluster: int) -> _Together:
-    each = tiling.slice(cluster)
+def _fused(tiling: Tiling, device: Device, read: int, cluster: int) -> _FusedLaunch:
+    """Returns the single launch with clusters of ``cluster`` blocks."""
+    each = tiling.split_items(cluster)
     block_bytes = each * tiling.lanes * tiling.item_bytes * read
     threads = _SMALL_THREADS if block_bytes <= _SMALL_BLOCK_BYTES else _THREADS
     row = threads * tiling.item_bytes * read
     needed = ceil_div(each, tiling.step(threads))
     cached = min(needed, (device.shared_memory_per_block - _STATIC_BYTES) // row)
     shared = cached * row
-    if _UNASKED_BYTES - _STATIC_BYTES < shared <= _UNASKED_BYTES:
-        shared = _UNASKED_BYTES + ACCESS_BYTES
+    if _DEFAULT_SHARED_BYTES - _STATIC_BYTES < shared <= _DEFAULT_SHARED_BYTES:
+        shared = _DEFAULT_SHARED_BYTES + ACCESS_BYTES
     blocks = tiling.tiles * cluster
     resident = max(
         1,
         min(
-            _MOST_THREADS_RESIDENT // threads // 2, device.shared_memory_per_block // (shared + _STATIC_BYTES)
+            _MAX_RESIDENT_THREADS // threads // 2, device.shared_memory_per_block // (shared + _STATIC_BYTES)
         ),
     )
     slots = device.multiprocessors * resident
     waves = ceil_div(blocks, slots)
-    share = min(1.0, min(blocks, device.multiprocessors) / (_ENOUGH_MULTIPROCESSORS * device.multiprocessors))
+    share = min(1.0, min(blocks, device.multiprocessors) / (_SATURATING_SHARE * device.multiprocessors))
     again = (1 - cached / needed) * read * tiling.norm.bytes
     rate = _L2_RATE if min(blocks, slots) * block_bytes <= _L2_BYTES else _COPY_RATE
     moving = ((read + 1) * tiling.norm.bytes / _COPY_RATE + again / rate) / share
     if waves > 1:
         moving *= waves * slots / blocks
-    return _Together(cluster, threads, cached, shared, _LAUNCH + _BLOCK * waves + moving)
+    return _FusedLaunch(cluster, threads, cached, shared, _LAUNCH + _BLOCK * waves + moving)
 
 
-def _apart_microseconds(tiling: Tiling, read: int) -> float:
+def _two_pass_microseconds(tiling: Tiling, read: int) -> float:
+    """Returns the predicted time of two launches."""
     size = tiling.norm.bytes
     again = read * size / (_L2_RATE if read * size <= _L2_BYTES else _COPY_RATE)
     return 2 * (_LAUNCH + _BLOCK) + (read + 1) * size / _COPY_RATE + again
 
 
-def _slices_to_reduce(tiling: Tiling, device: Device) -> tuple[int, int]:
-    """Slices of a tile, and how many of them a cluster puts together at once."""
-    wanted = ceil_div(_SLICES_RESIDENT * device.multiprocessors, tiling.tiles)
-    slices = max(1, min(wanted, ceil_div(tiling.items, tiling.step(_SLICE_THREADS) * _UNROLL)))
-    cluster = _CLUSTERS[-1] if slices > _CLUSTERS[-1] and _has_cluster(device, _CLUSTERS[-1]) else 1
-    return min(round_up(slices, cluster), _MOST_PARTIALS * cluster), cluster
+def _reduce_splits(tiling: Tiling, device: Device) -> tuple[int, int]:
+    """Returns the splits of a tile in the first of two launches, and how many of them a cluster reduces."""
+    wanted = ceil_div(_RESIDENT_SPLITS * device.multiprocessors, tiling.tiles)
+    splits = max(1, min(wanted, ceil_div(tiling.items, tiling.step(_SPLIT_THREADS) * _UNROLL)))
+    cluster = _CLUSTERS[-1] if splits > _CLUSTERS[-1] and _has_cluster(device, _CLUSTERS[-1]) else 1
+    return min(round_up(splits, cluster), _MAX_PARTIALS * cluster), cluster
 
 
-def _slices_to_apply(tiling: Tiling, device: Device) -> int:
-    row = tiling.step(_SLICE_THREADS)
-    for_all = ceil_div(_SLICES_RESIDENT * device.multiprocessors, tiling.tiles)
+def _apply_splits(tiling: Tiling, device: Device) -> int:
+    """Returns the splits of a tile in the launch that normalises."""
+    row = tiling.step(_SPLIT_THREADS)
+    for_all = ceil_div(_RESIDENT_SPLITS * device.multiprocessors, tiling.tiles)
     return max(
-        ceil_div(tiling.items, row * _SLICE_DEPTH), min(for_all, ceil_div(tiling.items, row * _UNROLL))
+        ceil_div(tiling.items, row * _MAX_ITEMS_TO_APPLY), min(for_all, ceil_div(tiling.items, row * _UNROLL))
     )

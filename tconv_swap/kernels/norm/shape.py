@@ -1,4 +1,4 @@
-"""What is normalised, how it is cut into tiles and slices, and the struct that tells a kernel."""
+"""A normalisation, how it is cut into tiles and splits, and the struct that the kernels take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Bytes of one access.
+#: Bytes of one memory access.
 ACCESS_BYTES = 16
-#: Items are counted in 32 bits, a few of them beyond the end too.
-MOST_ITEMS = 2**30
+#: Items are counted in 32 bits, also a few beyond the end.
+MAX_ITEMS = 2**30
 
 
 class Activation(IntEnum):
-    """What follows the normalisation. The numbers are shared with csrc/kernels/norm/norm.cuh."""
+    """The activation behind a normalisation. The numbers are those of csrc/kernels/common/activation.cuh."""
 
     IDENTITY = 0
     RELU = 1
@@ -30,17 +30,16 @@ class Activation(IntEnum):
     GELU_TANH = 8
 
 
-#: Activations whose output tells their derivative, and is what PyTorch keeps of them for the backward pass.
+#: Activations whose derivative follows from their output, which PyTorch keeps for the backward pass.
 FROM_OUTPUT = frozenset({Activation.RELU, Activation.TANH, Activation.SIGMOID})
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """One normalisation to compute, and the activation behind it.
-
+    """A normalisation and the activation behind it.
     Attributes:
         shape: of the tensor: ``[batch, channels, ...]``.
-        channels_last: of four dimensions, the channels lie together.
+        channels_last: of four dimensions, the channels are innermost.
         dtype: of the tensor: float32, float16 or bfloat16.
         parameters: the dtype of weight, bias and running statistics: ``dtype`` or float32.
         per_image: every image has statistics of its own (InstanceNorm).
@@ -68,7 +67,7 @@ class Norm:
 
     @property
     def pixels(self) -> int:
-        """Of one image."""
+        """Returns the pixels of one image."""
         pixels = 1
         for size in self.shape[2:]:
             pixels *= size
@@ -76,32 +75,33 @@ class Norm:
 
     @property
     def count(self) -> int:
-        """Values that have a mean and a variance in common."""
+        """Returns the values that share a mean and a variance."""
         return self.pixels if self.per_image else self.batch * self.pixels
 
     @property
     def groups(self) -> int:
-        """Means."""
+        """Returns the number of means."""
         return self.batch * self.channels if self.per_image else self.channels
 
     @property
     def bytes(self) -> int:
+        """Returns the bytes of the tensor."""
         return self.batch * self.channels * self.pixels * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a tensor is cut into tiles of items, as the top of csrc/kernels/norm/norm.cuh says.
-
+    """How a tensor is cut into tiles of items (see csrc/kernels/norm/norm.cuh).
     Attributes:
+        channels_innermost: the kernel goes by channels_last.
         values: of an item.
-        lanes: items beside one another (channels_last), a power of two; 1 in NCHW.
+        lanes: items side by side (channels_last), a power of two; 1 in NCHW.
         tiles: of the tensor.
         items: of a tile, for each lane.
     """
 
     norm: Norm
-    walks_channels_last: bool
+    channels_innermost: bool
     values: int
     lanes: int
     tiles: int
@@ -109,32 +109,35 @@ class Tiling:
 
     @classmethod
     def of(cls, norm: Norm) -> Tiling:
-        most = ACCESS_BYTES // norm.dtype.itemsize
-        # Of images of one pixel the channels lie together in any layout.
+        """Returns the tiling of a normalisation."""
+        max_values = ACCESS_BYTES // norm.dtype.itemsize
+        # In images of one pixel the channels are contiguous in any layout.
         if norm.channels_last or norm.pixels == 1:
-            values = _common_power_of_two(norm.channels, most)
+            values = _common_power_of_two(norm.channels, max_values)
             lanes = _lanes(norm.channels // values)
             tiles = ceil_div(norm.channels // values, lanes) * (norm.batch if norm.per_image else 1)
             return cls(norm, True, values, lanes, tiles, norm.count)
-        values = _common_power_of_two(norm.pixels, most)
+        values = _common_power_of_two(norm.pixels, max_values)
         return cls(norm, False, values, 1, norm.groups, norm.count // values)
 
     @property
     def item_bytes(self) -> int:
+        """Returns the bytes of an item."""
         return self.values * self.norm.dtype.itemsize
 
     def step(self, threads: int) -> int:
-        """Items of a tile that so many threads take at a time."""
+        """Returns the items of a tile that ``threads`` threads load at a time."""
         return threads // self.lanes
 
-    def slice(self, slices: int) -> int:
-        """Items of each of so many slices but the last: whole rows of 32 lanes, where that is no waste."""
-        each = ceil_div(self.items, slices)
-        return round_up(each, 32) if not self.walks_channels_last and each > 256 else each
+    def split_items(self, splits: int) -> int:
+        """Returns the items of each of ``splits`` splits but the last: multiples of 32 where that wastes
+        little."""
+        each = ceil_div(self.items, splits)
+        return round_up(each, 32) if not self.channels_innermost and each > 256 else each
 
-    def words(
+    def struct_words(
         self,
-        slices: int,
+        splits: int,
         *,
         cached: int = 0,
         partials: tuple[int, int] = (0, 0),
@@ -142,17 +145,16 @@ class Tiling:
         counts: int = 0,
         momentum: float = 0.0,
     ) -> tuple[int, ...]:
-        """``Shape`` of csrc/kernels/norm/norm.cuh.
-
+        """Returns the words of ``Shape`` of csrc/kernels/norm/norm.cuh.
         Args:
-            slices: blocks that share a tile.
+            splits: blocks that share a tile.
             cached: items of each thread that stay in shared memory.
-            partials: how many the launch before left, and the items that each was of.
+            partials: partial results that the launch before left, and how many items each is of.
         """
         norm = self.norm
-        segment = norm.pixels // self.values if not self.walks_channels_last else 1
+        segment = norm.pixels // self.values if not self.channels_innermost else 1
         magic, shift = division(segment)
-        per_set = ceil_div(norm.channels // self.values, self.lanes) if self.walks_channels_last else 1
+        per_set = ceil_div(norm.channels // self.values, self.lanes) if self.channels_innermost else 1
         return (
             norm.channels,
             norm.pixels,
@@ -163,8 +165,8 @@ class Tiling:
             0 if norm.per_image else norm.channels,
             per_set,
             self.lanes.bit_length() - 1,
-            slices,
-            self.slice(slices),
+            splits,
+            self.split_items(splits),
             cached,
             *partials,
             norm.groups,
@@ -175,25 +177,29 @@ class Tiling:
 
 
 def _lanes(items: int) -> int:
-    """Beside one another: at most a fifth of them idle where that can be had."""
+    """Returns the items side by side: at most a fifth of them idle where that is possible."""
     for lanes in (16, 8, 4):
         if ceil_div(items, lanes) * lanes <= 1.2 * items:
             return lanes
     return min(16, 1 << (items - 1).bit_length())
 
 
-def _common_power_of_two(number: int, most: int) -> int:
-    return min(most, number & -number)
+def _common_power_of_two(number: int, limit: int) -> int:
+    """Returns the largest power of two that divides ``number``, at most ``limit``."""
+    return min(limit, number & -number)
 
 
 def division(divisor: int) -> tuple[int, int]:
-    """``magic, shift``: for ``0 <= n < 2**31``, ``n // divisor == ((n * magic >> 32) + n) >> shift`` (Granlund and
-    Montgomery 1994, figure 4.1); ``magic`` as the signed integer of the same bits."""
+    """Returns ``magic, shift`` such that ``n // divisor == ((n * magic >> 32) + n) >> shift`` for ``0 <= n <
+    2**31``.
+    ``magic`` is the signed integer of the same bits (Granlund and Montgomery 1994, figure 4.1).
+    """
     shift = (divisor - 1).bit_length()
     magic = (((1 << shift) - divisor) << 32) // divisor + 1
     return magic - (1 << 32) if magic >= 1 << 31 else magic, shift
 
 
 def _float_bits(value: float) -> int:
+    """Returns the bits of a float32 as a signed integer."""
     bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
     return bits

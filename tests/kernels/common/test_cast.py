@@ -1,4 +1,4 @@
-"""What an autocast casts by one launch: the plan, and the kernel against PyTorch's casts."""
+"""The casts of an autocast by one launch: the plan, and the kernel compared with PyTorch's casts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_casts_as_pytorch_does(source: torch.dtype, target: torch.dtype) -> None
         tensors = []
         for _ in range(count):
             shape = [rng.choice((1, 3, 8, rng.randint(1, 70))) for _ in range(rng.choice((1, 4)))]
-            # Of every magnitude: numbers that overflow, are subnormal, or lie between two of the target's.
+            # Numbers of every magnitude: some overflow, are subnormal, or lie between two numbers of the target.
             exponents = torch.randint(-30, 30, shape, device="cuda", generator=generator)
             tensor = torch.randn(shape, device="cuda", generator=generator) * 2.0**exponents
             tensor.view(-1)[:3] = torch.tensor([float("inf"), float("-inf"), float("nan")], device="cuda")[

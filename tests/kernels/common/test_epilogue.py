@@ -33,7 +33,8 @@ LEAKY = Epilogue(True, Activation.LEAKY_RELU, torch.float16, 1e-3, 0.25)
 
 
 def plans(architecture: str) -> Iterator[Plan]:
-    """One for each kernel that stores outputs, and dtype: what is chosen for a geometry before what might be."""
+    """Yields a plan for each kernel that stores outputs, and each dtype: the chosen plan of a geometry before the
+    others."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
     problems = [
         plan.Problem(geometry, dtype, precision, channels_last, channels_last)
@@ -146,7 +147,7 @@ def test_kernels_compile_and_spill_no_more_than_without(compiled: tuple[str, Epi
 
 
 def spilled(kernel: Kernel, architecture: str) -> int:
-    """Bytes of a thread's registers that are moved to local memory."""
+    """Returns the bytes that a thread spills to local memory."""
     _, log = jit.compile_with_log(kernel, architecture)
     found = re.findall(r"(\d+) bytes spill stores", log)
     assert found

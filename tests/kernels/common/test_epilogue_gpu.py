@@ -78,7 +78,7 @@ def check(
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_each_family_applies_it(name: str, dtype: torch.dtype, precision: str, channels_last: bool) -> None:
     problem = plan.Problem(GEOMETRIES[name], dtype, precision, channels_last, channels_last)
-    # Each geometry, dtype and layout meets another of them; all families meet all.
+    # Each geometry, dtype and layout has another activation; each family gets all of them.
     turn = list(GEOMETRIES).index(name) + MODES.index((dtype, precision)) + 2 * channels_last
     epilogue, with_bias = ENDS[turn % len(ENDS)], turn % 3 != 0
     check(plan.plan_forward(problem, with_bias, call.device_facts(0)), problem, epilogue, with_bias)

@@ -1,4 +1,4 @@
-"""NCHW tensors that are computed from by way of channels_last: the plans as data, and the kernel on a GPU."""
+"""Plans that convert NCHW tensors to channels_last, and the kernel that converts them on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tconv_swap.runtime.program import (
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 WIDE = Geometry(8, 512, 32, 32, 256, (4, 4), (2, 2), (1, 1))
 OPTIONS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-#: Odd widths, batch tails, groups, dilation, maps of one row; all go by way of channels_last.
+#: Odd widths, batch tails, groups, dilation, maps of one row; the plans of all convert to channels_last.
 CASES = [
     dict(x=(3, 256, 9, 13), w=(256, 136, 3, 3), stride=2, padding=1, output_padding=1),
     dict(x=(5, 512, 7, 7), w=(512, 256, 2, 2), stride=2),
@@ -54,11 +54,11 @@ def problem(geometry: Geometry = WIDE, dtype: torch.dtype = torch.float16) -> pl
 
 
 def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_lies_there() -> None:
-    """Strides of 10 are too long for the boxes of grad_output, and nothing else wants a copy."""
+    """Strides of 10 are too long for the boxes of grad_output, and no other kernel needs a copy."""
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5)))
     mask = (True, False, False)
     assert gradients_nchw_to_nhwc.pays(posed, mask, H200)
-    assert gradients_nchw_to_nhwc.arranged_grad_input(posed, H200) is None
+    assert gradients_nchw_to_nhwc.nhwc_grad_input(posed, H200) is None
     assert gradients_nchw_to_nhwc.plan_backward(posed, mask, H200) is None
     assert plan.plan_backward(posed, mask, H200).family == "implicit_gemm"
 
@@ -66,11 +66,11 @@ def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_li
 def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = True) -> Plan:
     pieces = []
     if mask[0] and arranges_grad_input:
-        pieces.append(gradients_nchw_to_nhwc.arranged_grad_input(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.nhwc_grad_input(problem(), H200))
     elif mask[0]:
         pieces.append(gradients_nchw_to_nhwc.direct_grad_input(problem(), H200))
     if mask[1]:
-        pieces.append(gradients_nchw_to_nhwc.arranged_grad_weight(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.nhwc_grad_weight(problem(), H200))
     made = [piece for piece in pieces if piece is not None]
     assert len(made) == len(pieces)
     return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
@@ -102,7 +102,8 @@ def test_each_tensor_is_arranged_once_and_each_gradient_written(
     brought = [one.arguments[0].value for one in conversions(made, ArgumentKind.INPUT)]
     assert brought == ([0, 1, 2] if mask[0] and arranges_grad_input else [0, 1])
     assert not made.launches[0].overlaps_previous
-    # What computes reads what several launches wrote: it waits for them all. So does what brings a gradient back.
+    # The kernel that multiplies reads what several launches wrote, so it waits for all of them. So does the launch that
+    # converts a gradient back.
     first = next(i for i, one in enumerate(made.launches) if "implicit_gemm_tma" in one.kernel.entry)
     assert not made.launches[first].overlaps_previous
 
@@ -244,7 +245,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     ids=str,
 )
 def test_gradients_by_way_of_channels_last(case: dict, dtype: torch.dtype, bias: bool) -> None:
-    """Against float64, out of memory that held NaN, the same bits twice."""
+    """Compares with float64, with memory that held NaN, and checks that the same bits come twice."""
     torch.manual_seed(0)
     options = {k: v for k, v in case.items() if k not in "xw"}
     x = torch.randn(case["x"], device="cuda", dtype=dtype, requires_grad=True)

@@ -1,5 +1,5 @@
-"""All kernels of the gradients get sizes at their launch: how many a layer has over all sizes and families, and
-one kernel at several of them."""
+"""Kernels of all gradients, whose sizes are arguments at run time: how many a layer has for all sizes and families, and
+one kernel at several sizes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime.program import Kernel, Part
 
 TURING = plan.Device("sm_75", 30, 64 << 10)
-#: Kernels that prepare copies or add up partial sums; those that compute what no other family can; and the two for
-#: large
-#: images of stride 1 in NCHW.
+#: Kernels that prepare copies or add up partial sums, kernels that compute what no other family can, and the two for
+#: large images of stride 1 in NCHW.
 AUXILIARY = {
     "nchw_to_nhwc",
     "grad_input_general",
@@ -56,10 +55,10 @@ MASKS: tuple[Mask, ...] = ((True, False, False), (False, True, False), (True, Tr
 
 
 def any_size(rng: random.Random, layer: Geometry) -> Geometry:
-    """Any batch, height, width and output_padding, which calls may change as well."""
+    """Returns the layer with a random size and a random output_padding, which calls may change as well."""
     geometry = random_sizes(rng, layer)
-    most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
-    found = replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))
+    largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
+    found = replace(geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
     one_pixel = replace(geometry, height=1, width=1, output_padding=(0, 0))
     if rng.random() < 0.05 and min(one_pixel.out_height, one_pixel.out_width) > 0:
         return one_pixel
@@ -68,10 +67,8 @@ def any_size(rng: random.Random, layer: Geometry) -> Geometry:
 
 @pytest.mark.parametrize("device", [H200, AMPERE, TURING], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", load_suite().layers, ids=lambda layer: layer.name)
-def test_a_layer_has_four_kernels_at_most_beside_those_of_rare_sizes(
-    layer: Layer, device: plan.Device
-) -> None:
-    """Of each gradient; a kernel that computes both counts for each."""
+def test_a_layer_has_at_most_four_kernels_beside_auxiliary_ones(layer: Layer, device: plan.Device) -> None:
+    """The limit holds for each gradient; a kernel that computes both counts for each."""
     for dtype, precision in MODES:
         for channels_last in (False, True):
             for mask in MASKS:
@@ -98,8 +95,8 @@ def test_a_layer_has_four_kernels_at_most_beside_those_of_rare_sizes(
 
 
 def _computes(kernel: Kernel, gradient: str) -> bool:
-    """Whether a kernel computes a gradient: those with neither in their name compute both, or are the forward pass's,
-    which also computes the gradient of the input."""
+    """Returns whether a kernel computes a gradient. Kernels with neither in their name compute both; those of the
+    forward pass also compute the gradient of the input."""
     named = {name for name in ("grad_input", "grad_weight") if name in kernel.entry}
     if kernel.entry.startswith("forward"):
         named = {"grad_input"}
@@ -112,7 +109,7 @@ Made = tuple[Part, Mask]
 
 
 def computing(part: Part) -> Kernel:
-    """The kernel that multiplies."""
+    """Returns the kernel of a part that multiplies."""
     return next(one.kernel for one in part.launches if one.kernel.entry not in {"space_to_depth"})
 
 
@@ -254,8 +251,10 @@ def sizes_of_one_kernel(
             geometry = replace(random_sizes(rng, layer, rng.choice((9, 70))), batch=rng.randint(1, 5))
             if family in ("im2col_nchw", "stride1"):
                 geometry = replace(geometry, width=8 * -(-geometry.width // 8))
-            most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
-            padded = replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))
+            largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
+            padded = replace(
+                geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1]))
+            )
             geometry = rng.choice((geometry, padded))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
             for part, mask in planner(posed, device, bias):
@@ -267,7 +266,7 @@ def sizes_of_one_kernel(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_kernel_has_several_sizes(family: str) -> None:
+def test_one_kernel_computes_several_sizes(family: str) -> None:
     for seed in range(6):
         found = sizes_of_one_kernel(family, random.Random(seed), H200)
         assert len({problem.geometry for problem, *_ in found}) > 1
@@ -277,11 +276,11 @@ def test_one_kernel_has_several_sizes(family: str) -> None:
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    """Each size after another one: poisoned outputs, the same bits again, and float64 as the truth."""
     torch.manual_seed(seed)
     device = call.device_facts(0)
     if FAMILIES[family][2] and device.architecture != "sm_90a":
-        pytest.skip("TMA is planned for sm_90a alone")
+        pytest.skip("needs sm_90a (TMA)")
     found = sizes_of_one_kernel(family, random.Random(seed), device)
     for posed, part, mask in (*found, found[0]):
         tolerance = 1e-9 if posed.dtype == torch.float64 else TOLERANCE[posed.dtype]

@@ -1,4 +1,4 @@
-"""The kernels of a norm, a sum and an activation on a GPU: against float64, beside PyTorch, the same bits twice."""
+"""The kernels of a norm, a sum and an activation on a GPU: against float64 and PyTorch's error, the same bits twice."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def check(
     )
     torch.manual_seed(0)
     norm = norm_for(shape, per_image).train(not evaluates).requires_grad_(not frozen)
-    # At a kink of the activation rounding decides the slope: nothing is asked there.
+    # At a kink of the activation rounding decides the slope: the gradient is zero there.
     before = copy.deepcopy(norm).double()(x.double()).detach() + added.double()
     grad.mul_((before.abs() > 8 * torch.finfo(dtype).eps).to(dtype))
     truth = run(norm, activation, x.double(), added.double(), grad.double(), ours=False)
     theirs = errors(run(norm, activation, x, added, grad, ours=False), truth)
     poisoned = torch.full((4 * x.numel(),), float("nan"), device="cuda")
-    del poisoned  # what is allocated next has its memory
+    del poisoned  # the next allocation gets its memory
     first = run(norm, activation, x, added, grad, ours=True)
     assert first["output"].is_contiguous(memory_format=form)
     for name, error in errors(first, truth).items():
@@ -74,7 +74,7 @@ def check(
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if len(shape) == 4])
-def test_named_shapes(name: str, dtype: torch.dtype) -> None:
+def test_named_shapes_match_float64(name: str, dtype: torch.dtype) -> None:
     for channels_last in (False, True):
         check(SHAPES[name], dtype, channels_last, False, nn.ReLU())
         if SHAPES[name][2] > 1:
@@ -82,8 +82,8 @@ def test_named_shapes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("activation", [nn.Tanh(), nn.Sigmoid(), nn.ReLU(inplace=True)], ids=str)
-def test_activations_and_modes(activation: nn.Module) -> None:
-    # The output is rounded, by PyTorch too, and decides the errors: of few channels the larger is a matter of chance.
+def test_activations_and_modes_match_float64(activation: nn.Module) -> None:
+    # The rounding of the output, PyTorch's too, decides the errors: with few channels it is chance which one is larger.
     shape = (4, 384, 17, 12)
     for dtype in ROUNDING:
         for channels_last in (False, True):
@@ -92,26 +92,28 @@ def test_activations_and_modes(activation: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_shapes(seed: int) -> None:
+def test_random_shapes_match_float64(seed: int) -> None:
     chosen = random.Random(seed)
     shape = [chosen.randint(1, 12), chosen.randint(1, 150), chosen.randint(2, 70), chosen.randint(1, 70)]
     dtype = chosen.choice(list(ROUNDING))
     check(shape, dtype, seed % 2 == 1, seed % 3 == 2, nn.ReLU(), evaluates=seed % 5 == 4)
 
 
-@pytest.mark.parametrize("way", ["together", "apart"])
+@pytest.mark.parametrize("launches", ["one", "two"])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-def test_both_ways_and_every_cluster(way: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_apart_microseconds", lambda *_: 0.0 if way == "apart" else float("inf"))
+def test_one_launch_of_every_cluster_and_two_launches_are_right(
+    launches: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_two_pass_microseconds", lambda *_: 0.0 if launches == "two" else float("inf"))
     clusters = plan._CLUSTERS if torch.cuda.get_device_capability() >= (9, 0) else (1,)
-    for cluster in clusters[: None if way == "together" else 1]:
-        if way == "together":
+    for cluster in clusters[: None if launches == "one" else 1]:
+        if launches == "one":
             monkeypatch.setattr(plan, "_CLUSTERS", (cluster,))
             monkeypatch.setattr(plan, "_has_cluster", lambda *_: True)
         forget()
-        for shape in ((9, 20, 33, 40), (2, 3, 200, 301)):  # kept whole, and kept in part
+        for shape in ((9, 20, 33, 40), (2, 3, 200, 301)):  # cached whole, and in part
             check(shape, torch.float16, channels_last, False, nn.ReLU())
-    forget()  # nobody else gets what was chosen here
+    forget()  # so that no other test gets these plans
 
 
 def test_a_residual_network_is_verified() -> None:
@@ -125,7 +127,7 @@ def test_a_residual_network_is_verified() -> None:
     added: list[bool] = []
     call.observers.append(lambda *seen: added.append(seen[-1] is not None))
     try:
-        copy.deepcopy(swapped)(x)  # whose running statistics may change
+        copy.deepcopy(swapped)(x)  # a copy, because its running statistics change
     finally:
         call.observers.pop()
     assert added.count(True) == 2

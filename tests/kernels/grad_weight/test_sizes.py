@@ -1,5 +1,5 @@
-"""Kernels of the weight's gradient that are told sizes at their launch: how many a layer has over all sizes, what they
-compute with the sizes, and one kernel at several of them."""
+"""Kernels of the weight's gradient take their sizes at the launch: how many kernels a layer has over all sizes,
+that the size arguments cover every pixel once, and that one kernel computes several sizes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MASK = (False, True, False)
 
 
 def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list[Part]:
-    """What these kernels compute of a problem, by way of channels_last where that is the way; where two kernels may,
-    both."""
+    """Returns the parts of a problem: by way of channels_last where that pays; both parts where two families may
+    compute it."""
     if gradients_nchw_to_nhwc.pays(problem, MASK, device):
-        piece = gradients_nchw_to_nhwc.arranged_grad_weight(problem, device)
+        piece = gradients_nchw_to_nhwc.nhwc_grad_weight(problem, device)
         if piece is not None:
             return [piece.part]
-    in_place = grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, 1)
-    return in_place + grad_weight_implicit_gemm.across_pixels(problem, device, with_bias, 1)
+    im2col = grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, 1)
+    return im2col + grad_weight_implicit_gemm.implicit_gemm_parts(problem, device, with_bias, 1)
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
@@ -50,7 +50,7 @@ def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> 
     for dtype, precision in MODES:
         for channels_last in (False, True):
             computing: set[Kernel] = set()
-            adding_up: dict[str, set[Kernel]] = {}
+            reducing_launches: dict[str, set[Kernel]] = {}
             for _ in range(200):
                 geometry = random_sizes(rng, layer.geometry)
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
@@ -59,9 +59,9 @@ def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> 
                 for part in parts:
                     computing.add(part.launches[0].kernel)
                     for one in part.launches[1:]:
-                        adding_up.setdefault(one.kernel.entry, set()).add(one.kernel)
+                        reducing_launches.setdefault(one.kernel.entry, set()).add(one.kernel)
             assert len(computing) <= 4, computing
-            assert all(len(found) <= 4 for found in adding_up.values()), adding_up
+            assert all(len(found) <= 4 for found in reducing_launches.values()), reducing_launches
 
 
 def test_no_size_is_compiled_in() -> None:
@@ -88,7 +88,7 @@ def test_no_size_is_compiled_in() -> None:
     assert done
 
 
-def test_the_output_padding_is_told_too() -> None:
+def test_the_output_padding_is_an_argument() -> None:
     """As PyTorch's ``output_size`` changes it from call to call."""
     layer = Geometry(4, 96, 30, 30, 64, (3, 3), (2, 2), (1, 1))
     for dtype, precision in MODES:
@@ -105,7 +105,7 @@ def test_the_output_padding_is_told_too() -> None:
 
 
 def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
-    """A sample of the kernels that no size of the suite has: one layer's on each commit."""
+    """A sample of the kernels that no size of the suite uses; on each commit those of one layer."""
     done = 0
     names = ("cyclegan2", "simplebaseline", "kb75")
     for name in names if request.config.getoption("all_architectures") else names[:1]:
@@ -114,8 +114,8 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
             posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
             layer, parts = of_any_size(posed), []
             if grad_weight_tma.claims(posed, H200):
-                for boxes in grad_weight_tma_classes.schedules(layer, H200, 4):
-                    parts.append(grad_weight_tma.plan_with_boxes(boxes.problem, boxes, 1, False))
+                for tma_tile in grad_weight_tma_classes.schedules(layer, H200, 4):
+                    parts.append(grad_weight_tma.plan_with_tile(tma_tile.problem, tma_tile, 1, False))
             if grad_weight_im2col_nhwc.claims(posed, H200):
                 for one in grad_weight_im2col_nhwc_classes.schedules(layer, H200):
                     parts.append(grad_weight_im2col_nhwc.plan_with_tile(posed, one.tile, H200, False))
@@ -134,7 +134,7 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
 # ---- which few schedules ---------------------------------------------------------------------------------------
 
 
-def test_the_few_that_come_nearest_to_the_best_are_selected() -> None:
+def test_the_candidates_nearest_to_the_best_are_selected() -> None:
     never = float("inf")
     clocks = [
         [10.0, 40.0, 40.0],  # the best at the first size, far from it at the others
@@ -151,25 +151,25 @@ def test_the_few_that_come_nearest_to_the_best_are_selected() -> None:
     assert select([], [], 4) == []
 
 
-def test_sizes_that_none_computes_count_by_their_weight() -> None:
+def test_uncovered_sizes_count_by_their_weight() -> None:
     never = float("inf")
     clocks = [[10.0, 20.0, never], [20.0, 10.0, 10.0]]
     assert select(clocks, [2.0, 0.1, 0.1], 1, uncovered=1.0) == [0]
     assert select(clocks, [1.0, 1.0, 1.0], 1, uncovered=1.0) == [1]
 
 
-def test_a_map_of_few_columns_is_tiled_in_place() -> None:
+def test_a_map_of_few_columns_takes_im2col_nhwc() -> None:
     (layer,) = (layer for layer in LAYERS if layer.name == "simplebaseline")  # 8 x 6
     problem = plan.Problem(layer.geometry, torch.float32, "tf32", True, True)
     part = grad_weight_implicit_gemm.plan_grad_weight(problem, H200)
     assert part is not None
-    assert "turned in place" in part.why
+    assert part.family == "im2col_nhwc"
 
 
 # ---- the arithmetic, emulated ----------------------------------------------------------------------------------
 
 
-class Told:
+class PixelSizes:
     """``GradWeightTileSizes`` of common/sizes.cuh, by name."""
 
     def __init__(self, words: tuple[int, ...]) -> None:
@@ -178,18 +178,18 @@ class Told:
         self.image_tiles, self.row_tiles = words[10:13], words[13:]
         assert len(words) == 16
 
-    def first_tile(self, piece: int) -> int:
-        return piece * self.split_tiles + min(piece, self.longer_splits)
+    def first_tile(self, split: int) -> int:
+        return split * self.split_tiles + min(split, self.longer_splits)
 
-    def tiles_of(self, piece: int) -> int:
-        return self.split_tiles + (piece < self.longer_splits)
+    def tiles_of(self, split: int) -> int:
+        return self.split_tiles + (split < self.longer_splits)
 
 
-def chosen(rng: random.Random, most: int = 30) -> tuple[plan.Problem, Launch, tuple[Launch, ...]]:
-    """A problem, the launch that multiplies, and the one that adds up."""
+def random_part(rng: random.Random, limit: int = 30) -> tuple[plan.Problem, Launch, tuple[Launch, ...]]:
+    """Returns a problem, the launch that multiplies, and those that reduce its splits."""
     while True:
         layer = rng.choice(LAYERS).geometry
-        geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, 9))
+        geometry = replace(random_sizes(rng, layer, limit), batch=rng.randint(1, 9))
         dtype, precision = rng.choice(MODES)
         channels_last = rng.random() < 0.5
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
@@ -200,35 +200,35 @@ def chosen(rng: random.Random, most: int = 30) -> tuple[plan.Problem, Launch, tu
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_pixel_is_in_one_tile_of_one_slice(seed: int) -> None:
-    problem, main, _ = chosen(random.Random(seed))
-    g, told, constants = problem.geometry, Told(main.structs[0]), dict(main.kernel.constants)
-    if "IMAGES" in constants:  # in place
+def test_every_pixel_is_in_one_tile_of_one_split(seed: int) -> None:
+    problem, main, _ = random_part(random.Random(seed))
+    g, sizes, constants = problem.geometry, PixelSizes(main.structs[0]), dict(main.kernel.constants)
+    if "IMAGES" in constants:  # im2col_nhwc
         names = ("IMAGES", "ROWS", "COLS")
-        if told.batch < g.batch:  # as rows of one image
+        if sizes.batch < g.batch:  # as rows of one image
             g = replace(g, batch=1, height=g.batch * g.height)
-        # Nothing lies beyond the edge but where grad_output ends too.
-        tiles_height = told.height % int(constants["ROWS"]) == 0
+        # Tiles reach beyond the edge only where grad_output ends too.
+        tiles_height = sizes.height % int(constants["ROWS"]) == 0
         assert (
             tiles_height
             or g.stride[0] * problem.geometry.height >= g.padding[0] + problem.geometry.out_height
         )
     else:
         names = ("TILE_N", "TILE_H", "TILE_W")
-        assert (told.out_height, told.out_width) == (g.out_height, g.out_width)
-    assert (told.batch, told.height, told.width) == (g.batch, g.height, g.width)
+        assert (sizes.out_height, sizes.out_width) == (g.out_height, g.out_width)
+    assert (sizes.batch, sizes.height, sizes.width) == (g.batch, g.height, g.width)
     images, rows, cols = (int(constants[name]) for name in names)
-    assert main.grid % told.splits == 0
+    assert main.grid % sizes.splits == 0
     tiles = []
-    for piece in range(told.splits):
-        assert told.tiles_of(piece) > 0
-        tiles += [told.first_tile(piece) + i for i in range(told.tiles_of(piece))]
+    for split in range(sizes.splits):
+        assert sizes.tiles_of(split) > 0
+        tiles += [sizes.first_tile(split) + i for i in range(sizes.tiles_of(split))]
     seen: set[tuple[int, int, int]] = set()
     for tile in tiles:
-        image = quotient(told.image_tiles, tile)
-        in_image = tile - image * told.image_tiles[0]
-        row = quotient(told.row_tiles, in_image)
-        first = image * images, row * rows, (in_image - row * told.row_tiles[0]) * cols
+        image = quotient(sizes.image_tiles, tile)
+        in_image = tile - image * sizes.image_tiles[0]
+        row = quotient(sizes.row_tiles, in_image)
+        first = image * images, row * rows, (in_image - row * sizes.row_tiles[0]) * cols
         assert all(at < size for at, size in zip(first, (g.batch, g.height, g.width), strict=True))
         seen.add(first)
     assert len(seen) == len(tiles)
@@ -237,29 +237,29 @@ def test_every_pixel_is_in_one_tile_of_one_slice(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
-    """What a kernel takes for granted holds of the size: multiples that are copied in one piece, room for the sums."""
+    """What a kernel takes for granted holds of the size: multiples of what one copy moves, room for the sums."""
     rng = random.Random(1000 + seed)
     constants: dict[str, object] = {"IMAGES": 1}
-    while "IMAGES" in constants:  # in place: other names
-        problem, main, adding_up = chosen(rng, 200)
+    while "IMAGES" in constants:  # im2col_nhwc has other names
+        problem, main, reducing_launches = random_part(rng, 200)
         constants = dict(main.kernel.constants)
-    g, told = problem.geometry, Told(main.structs[0])
+    g, sizes = problem.geometry, PixelSizes(main.structs[0])
     if not constants["CHANNELS_LAST"]:
         assert g.width % int(constants["INPUT_COPY"]) == 0
         assert g.out_width % int(constants["OUTPUT_COPY"]) == 0
-    copies = told.splits * int(constants["WARPS_K"])
-    longest = told.tiles_of(0)
+    copies = sizes.splits * int(constants["WARPS_K"])
+    longest = sizes.tiles_of(0)
     step = 8 if problem.dtype == torch.float32 else 16
     pixels = int(constants["TILE_N"]) * int(constants["TILE_H"]) * int(constants["TILE_W"])
     multiplies = pixels // step // int(constants["WARPS_K"])
-    # Never so many multiplies into the same sums that truncating them would show.
-    assert min(told.flush, longest) * multiplies < 2 * 1024 or min(told.flush, longest) == 1
-    assert bool(told.through_workspace) == (copies > 1 or told.flush <= longest)
-    if told.through_workspace:
-        (reducing,) = adding_up
-        held, bias_rows, weight_blocks, unit_bits = reducing.structs[0]
-        assert held == copies
-        sums = -(-main.grid // told.splits) * 32 * int(constants["WARPS_M"]) * int(constants["WARPS_N"])
+    # So few multiplies into the same sums that their truncation does not show.
+    assert min(sizes.flush, longest) * multiplies < 2 * 1024 or min(sizes.flush, longest) == 1
+    assert bool(sizes.through_workspace) == (copies > 1 or sizes.flush <= longest)
+    if sizes.through_workspace:
+        (reducing,) = reducing_launches
+        copies_added, bias_rows, weight_blocks, unit_bits = reducing.structs[0]
+        assert copies_added == copies
+        sums = -(-main.grid // sizes.splits) * 32 * int(constants["WARPS_M"]) * int(constants["WARPS_N"])
         fragments = int(constants["WARP_M"]) * int(constants["WARP_N"]) * int(constants["WARP_TAPS"]) // 128
         units = sums * int(constants["WARPS_T"]) * fragments
         assert (weight_blocks - 1) << unit_bits < units <= weight_blocks << unit_bits
@@ -267,18 +267,19 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
         assert (reducing.grid > weight_blocks) == with_bias == (bias_rows > 0)
 
 
-def unreached_by_definition(geometry: Geometry, cut: int) -> bool:
-    """Whether columns of zeros of tiles of ``cut`` columns would meet outputs that no column of the input reaches."""
+def unreached_by_definition(geometry: Geometry, side: int) -> bool:
+    """Returns whether the columns of zeros of tiles of ``side`` columns meet outputs that no column of the input
+    reaches."""
     g = geometry
     offsets = [k * g.dilation[1] - g.padding[1] for k in range(g.kernel[1])]
     real = {q * g.stride[1] + o for o in offsets for q in range(g.width)} & set(range(g.out_width))
     last = max(real, default=0)  # a tensor map has one column at least
-    beyond = range(g.width, -(-g.width // cut) * cut)
+    beyond = range(g.width, -(-g.width // side) * side)
     met = {q * g.stride[1] + o for o in offsets for q in beyond}
     return any(0 <= at <= last and at not in real for at in met)
 
 
-def test_zeros_beyond_the_input_are_counted_right() -> None:
+def test_zeros_beyond_the_input_meet_no_pixel_that_belongs_to_no_gradient() -> None:
     rng = random.Random(0)
     forbidden = 0
     for _ in range(3000):
@@ -298,9 +299,9 @@ def test_zeros_beyond_the_input_are_counted_right() -> None:
         )
         if geometry.out_width <= 0:
             continue
-        cut = rng.choice((4, 6, 8, 14, 16, 32, 64))
-        fits = -geometry.width % cut <= grad_weight_tma_tile.most_beyond(geometry, 1)
-        assert fits == (not unreached_by_definition(geometry, cut)), geometry
+        side = rng.choice((4, 6, 8, 14, 16, 32, 64))
+        fits = -geometry.width % side <= grad_weight_tma_tile.max_beyond(geometry, 1)
+        assert fits == (not unreached_by_definition(geometry, side)), geometry
         forbidden += not fits
         offsets = [k * dilation - geometry.padding[1] for k in range(kernel)]
         real = [q * stride + o for o in offsets for q in range(geometry.width)]
@@ -313,7 +314,7 @@ def test_zeros_beyond_the_input_are_counted_right() -> None:
 
 
 def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[plan.Problem, Plan]]:
-    """Three sizes of a small layer that one kernel computes."""
+    """Returns three sizes of a small layer that one kernel computes."""
     while True:
         groups, kernel = rng.choice((1, 1, 2)), rng.choice((2, 2, 3, 4))
         stride = rng.choice((1, 2, 2, kernel))
@@ -336,7 +337,7 @@ def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[p
             geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 5))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
             if gradients_nchw_to_nhwc.pays(posed, MASK, device):
-                continue  # reads copies
+                continue  # its kernels read copies
             for part in planned(posed, device, bias) or planned(posed, device, False):
                 kernel_of = part.launches[0].kernel
                 outputs = (
@@ -350,7 +351,7 @@ def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[p
             return rng.choice(several)[:3]
 
 
-def test_one_kernel_has_several_sizes() -> None:
+def test_several_sizes_share_a_kernel() -> None:
     for seed in range(5):
         found = sizes_of_one_kernel(random.Random(seed), H200)
         assert len({posed.geometry for posed, _ in found}) > 1
@@ -358,8 +359,8 @@ def test_one_kernel_has_several_sizes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(64))
-def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+def test_one_kernel_computes_several_sizes_in_turn(seed: int) -> None:
+    """Each size after another one: poisoned outputs, the same bits twice, against float64."""
     torch.manual_seed(seed)
     found = sizes_of_one_kernel(random.Random(seed), call.device_facts(0))
     for posed, made in (*found, found[0]):

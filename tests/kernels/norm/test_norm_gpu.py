@@ -1,4 +1,4 @@
-"""The kernels of normalisation on a GPU: against float64, beside PyTorch's error, poisoned, and the same bits twice."""
+"""The kernels of normalisation on a GPU: against float64 and PyTorch's error, poisoned memory, the same bits twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tconv_swap.kernels.norm.shape import Activation
 pytestmark = pytest.mark.gpu
 
 ACTIVATIONS = [None, nn.ReLU(), nn.LeakyReLU(0.2), nn.ReLU6(), nn.Tanh(), nn.Sigmoid(), nn.SiLU(), nn.GELU()]
-#: Of what an activation is given: far more than rounding in float32.
+#: Distance of the activation's input from a kink that is far more than the rounding of float32.
 KINK = 1e-5
 
 
@@ -66,13 +66,13 @@ def check(
     grad = torch.randn(shape, generator=generator, device="cuda").to(dtype).contiguous(memory_format=form)
     torch.manual_seed(0)
     norm = norm_for(shape, per_image, **arguments)
-    # At a kink of the activation rounding decides the slope: nothing is asked there.
+    # At a kink of the activation rounding decides the slope: the gradient is zero there.
     before = copy.deepcopy(norm).double()(x.double()).detach()
     grad.mul_((before.abs() > KINK).to(dtype))
     truth = run(norm, activation, x.double(), grad.double(), ours=False)
     theirs = errors(run(norm, activation, x, grad, ours=False), truth)
     poisoned = torch.full((4 * x.numel(),), float("nan"), device="cuda")
-    del poisoned  # what is allocated next has its memory
+    del poisoned  # the next allocation gets its memory
     first = run(norm, activation, x, grad, ours=True)
     assert first["output"].is_contiguous(memory_format=form)
     for name, error in errors(first, truth).items():
@@ -95,7 +95,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 @pytest.mark.parametrize(("shape", "channels_last", "per_image"), CASES)
-def test_named_shapes(
+def test_named_shapes_match_float64(
     shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool, per_image: bool
 ) -> None:
     check(shape, dtype, channels_last, per_image, nn.ReLU())
@@ -103,13 +103,13 @@ def test_named_shapes(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-def test_activations(activation: nn.Module | None, channels_last: bool) -> None:
+def test_activations_match_float64(activation: nn.Module | None, channels_last: bool) -> None:
     for dtype in ROUNDING:
         check((4, 24, 17, 12), dtype, channels_last, False, activation)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_shapes(seed: int) -> None:
+def test_random_shapes_match_float64(seed: int) -> None:
     chosen = random.Random(seed)
     shape = [chosen.randint(1, 12), chosen.randint(1, 150), chosen.randint(2, 70), chosen.randint(1, 70)]
     activation = chosen.choice(ACTIVATIONS)
@@ -118,19 +118,21 @@ def test_random_shapes(seed: int) -> None:
     check(shape, dtype, seed % 2 == 1, seed % 3 == 2, activation, **arguments)
 
 
-@pytest.mark.parametrize("way", ["together", "apart"])
+@pytest.mark.parametrize("launches", ["one", "two"])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-def test_both_ways_and_every_cluster(way: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_apart_microseconds", lambda *_: 0.0 if way == "apart" else float("inf"))
+def test_one_launch_of_every_cluster_and_two_launches_are_right(
+    launches: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_two_pass_microseconds", lambda *_: 0.0 if launches == "two" else float("inf"))
     clusters = plan._CLUSTERS if torch.cuda.get_device_capability() >= (9, 0) else (1,)
     for cluster in clusters:
-        if way == "together":
+        if launches == "one":
             monkeypatch.setattr(plan, "_CLUSTERS", (cluster,))
             monkeypatch.setattr(plan, "_has_cluster", lambda *_: True)
         forget()
         for shape in ((9, 20, 33, 40), (40, 72, 16, 8), (2, 3, 200, 301)):
             check(shape, torch.float16, channels_last, False, nn.LeakyReLU(0.1))
-    forget()  # nobody else gets what was chosen here
+    forget()  # so that no other test gets these plans
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
@@ -138,7 +140,7 @@ def test_a_mean_far_from_zero_loses_nothing(channels_last: bool) -> None:
     check((8, 16, 40, 40), torch.float32, channels_last, False, None, offset=3000.0)
 
 
-def test_momentum_counts_and_evaluation() -> None:
+def test_momentum_counts_and_evaluation_match_pytorch() -> None:
     for momentum in (0.3, None):
         original = nn.Sequential(
             nn.ConvTranspose2d(3, 8, 4, 2, 1), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU()
@@ -154,12 +156,12 @@ def test_momentum_counts_and_evaluation() -> None:
         original.eval(), swapped.eval()
         with torch.no_grad():
             torch.testing.assert_close(swapped(x), original(x))
-            swapped[1].running_mean += 1  # nothing is remembered of it
+            swapped[1].running_mean += 1  # which no cache may remember
             original[1].running_mean += 1
             torch.testing.assert_close(swapped(x), original(x))
 
 
-def test_parameters_of_the_tensors_own_dtype_and_autocast() -> None:
+def test_half_parameters_and_autocast_are_right() -> None:
     original = nn.Sequential(nn.ConvTranspose2d(8, 16, 4, 2, 1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)).cuda()
     x = torch.randn(4, 8, 9, 9, device="cuda")
     truth = copy.deepcopy(original).double()(x.double())
@@ -175,7 +177,7 @@ def test_parameters_of_the_tensors_own_dtype_and_autocast() -> None:
     assert half[1].weight.grad.dtype is torch.float16
 
 
-def test_verified_end_to_end() -> None:
+def test_a_network_of_norms_is_verified() -> None:
     torch.manual_seed(0)
     original = nn.Sequential(
         nn.ConvTranspose2d(16, 32, 4, 2, 1),
@@ -194,7 +196,7 @@ def test_verified_end_to_end() -> None:
         assert report.passed, report.failures
 
 
-def test_second_derivatives_and_a_captured_graph() -> None:
+def test_second_derivatives_and_a_captured_graph_are_right() -> None:
     original = nn.Sequential(nn.ConvTranspose2d(4, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.Tanh()).cuda()
     swapped = tconv_swap.swap_layers(original, fuse="blocks", inplace=False)
     x = torch.randn(3, 4, 6, 6, device="cuda", requires_grad=True)
@@ -224,7 +226,7 @@ def test_every_activation_has_a_module() -> None:
 
 
 def test_a_smaller_batch_takes_no_shared_memory_from_a_larger_one() -> None:
-    """They run by the same kernels, with less of it; each is planned once, then computed again."""
+    """Both run the same kernels with different amounts of shared memory; each is planned once, then computed again."""
     norm = norm_for((96, 512, 16, 16), False)
     for batch in (96, 48, 96):
         x = torch.randn(batch, 512, 16, 16, device="cuda")

@@ -1,5 +1,4 @@
-"""All gradients of layers with few output channels in one pass (csrc/kernels/gradients/narrow_joint.cu), forced on
-random geometries, and what its plans say."""
+"""gradients/narrow_joint: its plans, and its kernel on random geometries with every tile."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PIX2PIX = Geometry(16, 128, 128, 128, 3, (4, 4), (2, 2), (1, 1))
 FSRCNN = Geometry(4, 56, 270, 480, 1, (9, 9), (4, 4), (4, 4), (3, 3))
 LAYERS = (DCGAN, PIX2PIX, FSRCNN)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Of the gradients, relative to float64's; float32's products are exact to float32.
+#: Tolerances of the gradients relative to float64; the products of float32 are exact to float32.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -32,7 +31,7 @@ def problem(geometry: Geometry, dtype: torch.dtype, channels_last: bool = False)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
-def test_rgb_heads_take_one_pass_for_all_gradients(
+def test_one_pass_computes_all_gradients_of_rgb_heads(
     geometry: Geometry, dtype: torch.dtype, channels_last: bool
 ) -> None:
     posed = problem(geometry, dtype, channels_last)
@@ -51,7 +50,7 @@ def test_rgb_heads_take_one_pass_for_all_gradients(
     )
 
 
-def test_a_bias_whose_pixels_the_patches_do_not_hold_has_a_pass_of_its_own() -> None:
+def test_the_bias_has_a_launch_of_its_own_where_im2col_does_not_hold_all_of_grad_output() -> None:
     gaps = replace(PIX2PIX, stride=(5, 5), padding=(1, 1))
     assert counts_the_output(PIX2PIX)
     assert not counts_the_output(gaps)
@@ -74,12 +73,12 @@ def test_a_bias_whose_pixels_the_patches_do_not_hold_has_a_pass_of_its_own() -> 
     ],
     ids=str,
 )
-def test_what_the_kernel_cannot_do_is_not_claimed(change: dict) -> None:
+def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
     assert claims(problem(PIX2PIX, torch.float16), H200)
     assert not claims(problem(replace(PIX2PIX, **change), torch.float16), H200)
 
 
-def test_one_kernel_serves_every_batch_size() -> None:
+def test_one_kernel_computes_every_batch_size() -> None:
     kernels = {
         plan.plan_backward(problem(DCGAN.with_batch(batch), torch.float16), (True,) * 3, H200)
         .launches[0]
@@ -90,16 +89,16 @@ def test_one_kernel_serves_every_batch_size() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_no_sum_is_so_long_that_its_rounding_shows(dtype: torch.dtype) -> None:
+def test_no_sum_has_more_terms_than_its_dtype_allows(dtype: torch.dtype) -> None:
     posed = problem(DCGAN.with_batch(1 << 14), dtype)
     main = plan.plan_backward(posed, (True, True, False), H200).launches[0]
     constants = dict(main.kernel.constants)
     tiles_each = -(-main.arguments[-1].value // main.grid)
-    units = tiles_each * constants["PIXELS"] // 16 // constants["WEIGHT_WARPS_K"]
-    assert units <= (2 * 256 if dtype == torch.float32 else 2048)
+    steps = tiles_each * constants["PIXELS"] // 16 // constants["WEIGHT_WARPS_K"]
+    assert steps <= (2 * 256 if dtype == torch.float32 else 2048)
 
 
-def posed_at_random(rng: random.Random, dtype: torch.dtype) -> plan.Problem:
+def random_problem(rng: random.Random, dtype: torch.dtype) -> plan.Problem:
     while True:
         stride = (rng.randint(1, 4), rng.randint(1, 4))
         dilation = (rng.choice((1, 1, 2)), rng.choice((1, 1, 3)))
@@ -124,10 +123,10 @@ def posed_at_random(rng: random.Random, dtype: torch.dtype) -> plan.Problem:
             return posed
 
 
-def test_every_tile_keeps_the_limits() -> None:
+def test_every_tile_fits_into_a_multiprocessor() -> None:
     rng = random.Random(0)
     for index in range(12):
-        posed = posed_at_random(rng, DTYPES[index % 3])
+        posed = random_problem(rng, DTYPES[index % 3])
         for tile in tiles(posed, H200):
             assert tile.blocks * (shared_bytes(posed, tile) + 1024) <= H200.shared_memory_per_block + 1024
             assert tile.threads <= 1024
@@ -136,14 +135,14 @@ def test_every_tile_keeps_the_limits() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(24))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+def test_random_geometries_match_float64_with_random_tiles(seed: int) -> None:
+    """In poisoned memory, and the same bits again."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
-        pytest.skip("the copy engine's boxes are planned for sm_90a alone")
-    posed = posed_at_random(rng, DTYPES[seed % 3])
+        pytest.skip("needs sm_90a (TMA)")
+    posed = random_problem(rng, DTYPES[seed % 3])
     with_bias = counts_the_output(posed.geometry)
     part = build(posed, rng.choice(list(tiles(posed, facts))), facts, with_bias)
     layouts, mask = (posed.channels_last, posed.weight_channels_last), (True, True, with_bias)

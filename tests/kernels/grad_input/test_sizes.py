@@ -1,5 +1,5 @@
-"""Kernels of grad_input that are told sizes at their launch: how many a layer has over all sizes, what they compute
-with the sizes, and one kernel at several of them."""
+"""Kernels of grad_input whose sizes are arguments at run time: how many a layer has for all sizes, whether each
+computes the sizes that are given to it, and one kernel at several sizes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_cho
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
+from tconv_swap.kernels.grad_input import tma_gemm as grad_input_tma_gemm
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime import jit
@@ -36,7 +37,7 @@ LAYERS = [
     for layer in load_suite().layers
     if max(layer.geometry.stride) > 1 and layer.geometry.out_channels_per_group >= 8
 ]
-#: What multiplies, of the families that this file is about.
+#: The kernels that multiply, of the families that this file tests.
 ENTRIES = (
     "grad_input_implicit_gemm_tma",
     "grad_input_im2col",
@@ -47,21 +48,21 @@ SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "TILES
 
 
 def with_output_padding(rng: random.Random, layer: Geometry) -> Geometry:
-    """Any size, and any output_padding, which calls may change as well."""
+    """Returns the layer with a random size and a random output_padding, which calls may change as well."""
     geometry = random_sizes(rng, layer)
-    most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
-    return replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))
+    largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
+    return replace(geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
 
 
 def computing(part: Part) -> Kernel:
-    """The kernel that multiplies."""
+    """Returns the kernel of a part that multiplies."""
     (found,) = (one.kernel for one in part.launches if one.kernel.entry in ENTRIES)
     return found
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_a_layer_has_four_kernels_of_a_family_at_most(layer: Layer, device: plan.Device) -> None:
+def test_a_layer_has_at_most_four_kernels_of_a_family(layer: Layer, device: plan.Device) -> None:
     rng = random.Random(layer.name)
     for dtype, precision in MODES:
         for channels_last in (False, True):
@@ -90,7 +91,7 @@ def test_no_size_is_compiled_in() -> None:
 
 
 def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> Iterator[Part]:
-    """By each family that claims the problem."""
+    """Yields the parts of each family that computes the problem."""
     posed = as_convolution(problem)
     if posed.step == (1, 1):
         return
@@ -98,11 +99,11 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
         tiles = grad_input_tma_choice.choose(posed, device, count)
         yield from (grad_input_tma.part_with_tile(posed, tile) for tile in tiles)
     if grad_input_im2col.claims(posed, device):
-        # Those too that are not expected to pay.
+        # Tiles that are not expected to pay are included.
         found = [
             tile
             for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), device)
-            for tile in grad_input_im2col_choice.for_size(one, posed)
+            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal)
         ]
         yield from (grad_input_im2col.part_with_tile(posed, tile) for tile in found[:count])
     if grad_input_implicit_gemm.claims(posed, device):
@@ -113,22 +114,22 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
 
 
 def every_schedule(problem: plan.Problem) -> Iterator[Part]:
-    """Every kernel that the problem's layer has for any size, but the maps of one pixel."""
+    """Yields the parts of all schedules of the problem's layer, but those of maps of one pixel."""
     posed = as_convolution(problem)
     layer = of_any_size(posed)
     if grad_input_tma.claims(posed, H200):
         for tile in grad_input_tma_choice.schedules(layer, H200):
             yield grad_input_tma.part_with_tile(posed, tile)
     if grad_input_im2col.claims(posed, H200):
-        for unfolded, _ in grad_input_im2col_choice.schedules(layer, H200):
-            yield grad_input_im2col.part_with_tile(posed, unfolded)
+        for tile, _ in grad_input_im2col_choice.schedules(layer, H200):
+            yield grad_input_im2col.part_with_tile(posed, tile)
     if grad_input_implicit_gemm.claims(posed, H200):
         for one in grad_input_choice.schedules(layer, H200):
             yield grad_input_implicit_gemm.part_with_tile(one.problem, one.tile)
 
 
 def test_the_kernels_of_all_schedules_compile() -> None:
-    """A sample of the kernels that no size of the suite has."""
+    """The kernels of two layers, also those that no size of the suite uses."""
     done: dict[str, int] = {}
     for name, dtype, channels_last in (
         ("unet4", torch.float16, True),
@@ -147,7 +148,7 @@ def test_the_kernels_of_all_schedules_compile() -> None:
 
 
 def any_problem(rng: random.Random) -> StridedProblem:
-    """Any size of a layer of the suite, small maps as often as others."""
+    """Returns a random size of a layer of the suite; small maps are as likely as others."""
     layer = rng.choice(LAYERS).geometry
     geometry = with_output_padding(rng, layer)
     dtype, precision = rng.choice(MODES)
@@ -156,13 +157,12 @@ def any_problem(rng: random.Random) -> StridedProblem:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
-    """What a halo tile's kernel takes for granted holds of every size that takes it."""
+def test_the_assumptions_of_an_implicit_gemm_kernel_hold_for_its_sizes(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
         if not grad_input_implicit_gemm.claims(posed, H200):
             continue
-        (rows, cols), step, width = posed.cells, posed.step, posed.geometry.width
+        (rows, cols), step, width = posed.positions, posed.step, posed.geometry.width
         image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
         (taken, tile), *_ = grad_input_choice.choose(posed, H200)
         assert taken.geometry == posed.geometry
@@ -182,45 +182,45 @@ def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_boxes_bring_what_a_kernel_expects_of_its_sizes(seed: int) -> None:
+def test_the_boxes_of_a_size_have_the_bytes_that_its_kernel_expects(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
         if not grad_input_tma.claims(posed, H200):
             continue
         for one in grad_input_tma_choice.schedules(of_any_size(posed), H200):
-            for tile in grad_input_tma_choice.for_size(one, posed):
+            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_tma_tile.legal):
                 (main, *_) = grad_input_tma.part_with_tile(posed, tile).launches
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
-                brought = posed.item * math.prod(
+                loaded = posed.item * math.prod(
                     -(-size // step) for size, step in zip(source.box, source.steps, strict=True)
                 )
-                assert brought == main.arguments[-1].value <= constants["INPUT_BYTES"]
-                assert tile.dense or brought == constants["INPUT_BYTES"]
+                assert loaded == main.arguments[-1].value <= constants["INPUT_BYTES"]
+                assert tile.dense or loaded == constants["INPUT_BYTES"]
                 if tile.flat:
-                    assert posed.geometry.height == posed.cells[0] * posed.step[0]
-                if tile.phased:
+                    assert posed.geometry.height == posed.positions[0] * posed.step[0]
+                if tile.phase_dimension:
                     assert posed.geometry.width % posed.step[1] == 0
                 assert 1 <= tile.splits <= grad_input_tma_tile.chunks(posed)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
+def test_boxes_begin_at_addresses_that_tma_can_read(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
         if not grad_input_im2col.claims(posed, H200):
             continue
         for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), H200):
-            for tile in grad_input_im2col_choice.for_size(one, posed):
+            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal):
                 launches = grad_input_im2col.part_with_tile(posed, tile).launches
                 main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
                 assert all(stride % 16 == 0 for stride in source.strides)
-                assert posed.geometry.width % constants["FOLD_W"] == 0
+                assert posed.geometry.width % constants["COLUMN_BLOCK"] == 0
                 tiles = grad_input_im2col_tile.tile_counts(posed, tile)[2]
-                align = max(constants["FOLD_W"], 16 // posed.item)
-                first = posed.geometry.padding[1] + constants["LEAD"]
+                align = max(constants["COLUMN_BLOCK"], 16 // posed.item)
+                first = posed.geometry.padding[1] + constants["ALIGNMENT_COLUMNS"]
                 starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
                 assert all(start % align == 0 for start in starts)
 
@@ -234,7 +234,7 @@ def test_small_maps_have_a_tile_in_nchw() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "stride", "multiple"), [(5, 5, 2), (4, 2, 4), (3, 2, 4)])
-def test_aligned_rows_are_multiples_of_what_most_rows_are(kernel: int, stride: int, multiple: int) -> None:
+def test_aligned_rows_are_multiples_of_a_power_of_two(kernel: int, stride: int, multiple: int) -> None:
     # 638 columns, 128, and 127, to which an output_padding of 1 is added.
     extra = stride - kernel + 2 if stride == 2 else 0
     geometry = Geometry(1, 32, 128, 128, 32, (kernel,) * 2, (stride,) * 2, (1, 1), (extra, extra))
@@ -245,7 +245,7 @@ def test_aligned_rows_are_multiples_of_what_most_rows_are(kernel: int, stride: i
 
 
 def test_sizes_are_near_the_best_of_all_tiles() -> None:
-    """By the expected time: four tiles for all sizes cost little beside any tile for each."""
+    """The expected time with four tiles for all sizes is close to that with the best tile for each size."""
     rng = random.Random(0)
     ratios = []
     for layer in LAYERS:
@@ -284,7 +284,7 @@ def small_layer(rng: random.Random) -> Geometry:
 
 
 def sizes_of_one_kernel(rng: random.Random) -> list[tuple[plan.Problem, Part]]:
-    """Three sizes of a small layer that one kernel computes."""
+    """Returns three sizes of a small layer that one kernel computes, with their parts."""
     while True:
         layer = small_layer(rng)
         dtype = rng.choice((torch.float16, torch.bfloat16, torch.float32, torch.float32))
@@ -292,8 +292,8 @@ def sizes_of_one_kernel(rng: random.Random) -> list[tuple[plan.Problem, Part]]:
         channels_last = rng.random() < 0.5
         by_kernel: dict[Kernel, list[tuple[plan.Problem, Part]]] = {}
         for _ in range(40):
-            most = rng.choice((9, 60))
-            geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, 5))
+            largest = rng.choice((9, 60))
+            geometry = replace(random_sizes(rng, layer, largest), batch=rng.randint(1, 5))
             geometry = replace(geometry, output_padding=(rng.randint(0, 1), rng.randint(0, 1)))
             problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
             for part in parts_of(problem, rng.choice((1, 4))):
@@ -306,7 +306,7 @@ def sizes_of_one_kernel(rng: random.Random) -> list[tuple[plan.Problem, Part]]:
             return rng.choice(several[rng.choice(list(several))])
 
 
-def test_one_kernel_has_several_sizes() -> None:
+def test_one_kernel_computes_several_sizes() -> None:
     seen = set()
     for seed in range(12):
         found = sizes_of_one_kernel(random.Random(seed))
@@ -318,10 +318,10 @@ def test_one_kernel_has_several_sizes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
 def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    """Each size after another one: poisoned outputs, the same bits again, and float64 as the truth."""
     torch.manual_seed(seed)
     if call.device_facts(0).architecture != "sm_90a":
-        pytest.skip("the tiles are chosen for sm_90a")
+        pytest.skip("needs sm_90a, for which the tiles are chosen")
     found = sizes_of_one_kernel(random.Random(seed))
     for problem, part in (*found, found[0]):
         layouts, mask = (problem.channels_last, problem.weight_channels_last), (True, False, False)

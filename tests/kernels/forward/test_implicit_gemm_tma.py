@@ -16,10 +16,12 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward import implicit_gemm_layout as forward_layout
 from tconv_swap.kernels.forward import implicit_gemm_memory as forward_memory
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward import implicit_gemm_stagger as forward_stagger
+from tconv_swap.kernels.forward import implicit_gemm_tma_choice as forward_tma_choice
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import ArgumentKind
@@ -76,9 +78,9 @@ def random_case(rng: random.Random, dtype: torch.dtype, arranged: bool = False) 
             rng.random() < 0.5,
         )
         if arranged:
-            posed = replace(posed, output_channels_last=False, arranged=True)
+            posed = replace(posed, output_channels_last=False, nhwc_copy=True)
         if forward_implicit_gemm.claims(posed, H200):
-            found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].boxes]
+            found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].tma]
             if found:
                 return rng.choice(found)
 
@@ -87,11 +89,11 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     """What the rule would not choose for this problem, and the kernel can do all the same."""
     if rng.random() < 0.3:
         tile = replace(tile, stages=2)
-    boxed = rng.random() < 0.5 and forward_layout.weights_come_by_boxes(posed)
-    other = replace(tile, weight_boxes=boxed, whole_lines=boxed)
+    boxed = rng.random() < 0.5 and forward_layout.supports_tma_weights(posed)
+    other = replace(tile, tma_weights=boxed, whole_lines=boxed)
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
     if blocks_of_weights * posed.geometry.groups * len(forward_layout.group_taps(posed)) == 1:
-        other = replace(other, weights_stay=rng.random() < 0.5)
+        other = replace(other, resident_weights=rng.random() < 0.5)
     if forward_stagger.can_stagger(posed, other):
         taps = forward_stagger.products(posed, other)
         other = replace(other, stagger=rng.choice((0, 1, taps, rng.randint(1, 2 * taps - 1))))
@@ -252,7 +254,7 @@ def test_which_nchw_inputs_boxes_bring(
 ) -> None:
     made = plan.plan_forward(plan.Problem(geometry, dtype, "tf32", False, False), True, H200)
     assert [one.kernel.entry for one in made.launches] == launched
-    assert dict(made.launches[-1].kernel.constants)["PIXEL_BOXES"] == pixels
+    assert dict(made.launches[-1].kernel.constants)["PIXEL_MAJOR"] == pixels
     assert not made.launches[0].overlaps_previous
     assert all(one.overlaps_previous for one in made.launches[1:])
 
@@ -296,13 +298,13 @@ def late_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile
         posed = forward_layout.make_problem(
             geometry, dtype, "tf32", True, rng.random() < 0.5, rng.random() < 0.5
         )
-        found = [(p, t) for p, t in forward_choice.candidates(posed, H200) if t.boxes]
+        found = [(p, t) for p, t in forward_choice.candidates(posed, H200) if t.tma]
         p, tile = rng.choice(found[:3])
         tile = replace(tile, stages=rng.choice((2, 3)), stagger=0)
         if forward_stagger.can_stagger(p, tile):
             taps = forward_stagger.products(p, tile)
             late = replace(tile, stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
-            if forward_choice.fits_device(p, late, H200):
+            if forward_fit.fits_device(p, late, H200):
                 return p, late
 
 
@@ -324,8 +326,8 @@ def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]
             groups=groups,
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
-        posed = replace(posed, input_channels_last=True, arranged=True)
-        found = [entry for entry in forward_choice.box_tiles(posed, H200) if entry[1].by_rows]
+        posed = replace(posed, input_channels_last=True, nhwc_copy=True)
+        found = [entry for entry in forward_tma_choice.tma_tiles(posed, H200) if entry[1].by_rows]
         if found:
             return rng.choice(found)
 
@@ -345,7 +347,7 @@ def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
         posed = replace(posed, aligned=forward_layout.can_be_aligned(posed))
-        found = [entry for entry in forward_nchw.candidates(posed, H200) if entry[1].pixel_boxes]
+        found = [entry for entry in forward_nchw.candidates(posed, H200) if entry[1].pixel_major]
         if found:
             return rng.choice(found)
 

@@ -1,5 +1,5 @@
-"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight/stride1.cu), forced on random geometries, and what
-its plans say."""
+"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight/stride1.cu): which layers it computes, the limits of
+its tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.grad_weight import stride1 as strips
+from tconv_swap.kernels.grad_weight import stride1
 from tconv_swap.kernels.grad_weight import stride1_tile as tiles
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.runtime.program import Part
@@ -26,7 +26,7 @@ ODD = Geometry(3, 40, 33, 24, 48, (2, 6))
 GROUPED = Geometry(1, 128, 20, 64, 64, (3, 3), groups=2)
 LAYERS = (SQUARE, WIDE, FEW, ODD, GROUPED)
 MODES = (torch.float32, torch.float16, torch.bfloat16)
-#: As in test_cuda_op.py.
+#: Relative L2 errors against float64, as in tests/cuda/test_cuda_op.py.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
@@ -43,25 +43,25 @@ POSED = [problem(g, dtype) for g in LAYERS for dtype in MODES[:2]] + [
 
 
 @pytest.mark.parametrize("posed", POSED, ids=str)
-def test_tiles_keep_what_was_promised(posed: plan.Problem) -> None:
-    assert strips.claims(posed, H200)
+def test_tiles_keep_the_limits_of_memory_sums_and_tensor_maps(posed: plan.Problem) -> None:
+    assert stride1.claims(posed, H200)
     g, item = posed.geometry, posed.dtype.itemsize
-    found = [tiles.in_slices(posed, tile, H200) for tile in tiles.candidates(posed, H200)]
+    found = [tiles.with_splits(posed, tile, H200) for tile in tiles.candidates(posed, H200)]
     assert found
     for tile in found:
         assert tiles.shared_bytes(posed, tile) <= H200.shared_memory_per_block
-        assert tile.slices == 1 or tile.slices * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
-        assert tile.segment * tile.flush * tile.strip * item <= max(
-            tiles.MOST_BYTES, tile.segment * tile.strip * item
+        assert tile.splits == 1 or tile.splits * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
+        assert tile.segment * tile.flush * tile.cols * item <= max(
+            tiles.MAX_BYTES_PER_SUM, tile.segment * tile.cols * item
         )
-        assert tile.segment * tile.strip * item <= tiles.MOST_BYTES
-        for one in strips.plan_with_tile(posed, tile).launches[0].tensor_maps:
+        assert tile.segment * tile.cols * item <= tiles.MAX_BYTES_PER_SUM
+        for one in stride1.plan_with_tile(posed, tile).launches[0].tensor_maps:
             assert all(stride % 16 == 0 for stride in one.strides)
             assert all(1 <= size <= 256 for size in one.box)
             assert one.box[0] * item % 16 == 0
 
 
-def test_large_layers_of_stride_1_are_planned_in_strips() -> None:
+def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
     def family(posed: plan.Problem, with_bias: bool = False) -> str:
         return plan.plan_backward(posed, (False, True, with_bias), H200).family
 
@@ -76,17 +76,17 @@ def test_large_layers_of_stride_1_are_planned_in_strips() -> None:
             assert family(posed, with_bias=True) != "stride1"
         assert family(problem(geometry, torch.float16, channels_last=True)) != "stride1"
         assert family(replace(problem(geometry), precision="ieee")) != "stride1"
-    # Of 16 bits not where its best tile holds half of the input channels.
+    # In 16 bits not where its best tile holds only half of the input channels.
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "stride1"
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16)) != "stride1"
     assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
 
 
-def test_what_is_not_claimed() -> None:
+def test_only_aligned_layers_of_stride_1_are_claimed() -> None:
     def claims(geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> bool:
-        return strips.claims(problem(geometry, dtype, channels_last), H200)
+        return stride1.claims(problem(geometry, dtype, channels_last), H200)
 
-    assert not strips.claims(problem(SQUARE), replace(H200, architecture="sm_100"))
+    assert not stride1.claims(problem(SQUARE), replace(H200, architecture="sm_100"))
     assert not claims(replace(SQUARE, stride=(2, 2)))
     assert not claims(replace(SQUARE, dilation=(2, 1)))
     # Rows of the input that are no multiples of 16 bytes.
@@ -120,23 +120,23 @@ def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
 
 
 def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, Part]:
-    """A problem that the kernel claims, and one of its tiles for it."""
+    """Returns a problem that the kernel claims, and a random tile of it."""
     while True:
         channels_last = rng.random() < 0.4
         posed = problem(random_geometry(rng, channels_last), rng.choice(MODES), channels_last)
         posed = replace(posed, weight_channels_last=rng.random() < 0.5)
         small = replace(device, multiprocessors=rng.choice((1, 4, device.multiprocessors)))
-        found = list(tiles.candidates(posed, small)) if strips.claims(posed, device) else []
+        found = list(tiles.candidates(posed, small)) if stride1.claims(posed, device) else []
         if found:
-            tile = tiles.in_slices(posed, rng.choice(found), small)
-            tile = replace(tile, slots=rng.randint(tile.tap_rows + 1, tile.slots))
-            return posed, strips.plan_with_tile(posed, tile)
+            tile = tiles.with_splits(posed, rng.choice(found), small)
+            tile = replace(tile, stages=rng.randint(tile.tap_rows + 1, tile.stages))
+            return posed, stride1.plan_with_tile(posed, tile)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("needs a GPU with wgmma")

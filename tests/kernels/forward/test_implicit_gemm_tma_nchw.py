@@ -15,8 +15,9 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, can_be_aligned, make_problem
-from tconv_swap.kernels.forward.implicit_gemm_memory import raw_box, shared_bytes, turns
+from tconv_swap.kernels.forward.implicit_gemm_memory import nchw_box, shared_bytes, supports_tma_nchw
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 64, 128, 64, (3, 3))
@@ -53,7 +54,7 @@ def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
 )
 def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
     problem, tile = first_tile(posed(geometry, dtype))
-    assert tile.raw_stages >= 2
+    assert tile.nchw_stages >= 2
     made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
     assert made.launches[1].kernel.source == "forward/implicit_gemm_tma_nchw.cu"
     (map_,) = made.launches[1].tensor_maps
@@ -72,21 +73,21 @@ def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_what_is_not_turned(geometry: Geometry) -> None:
-    assert not first_tile(posed(geometry, torch.float32))[1].raw_stages
+    assert not first_tile(posed(geometry, torch.float32))[1].nchw_stages
 
 
 def test_chunks_of_a_group_end_where_it_does() -> None:
     problem = posed(replace(SQUARE, in_channels=40, groups=2), torch.float16)  # 10 words a group, chunks of 8
-    tile = Tile(4, 1, 1, 8, 64, 1, 8, 4, 8, 3, 1, wgmma=True, raw_stages=3)
-    assert not turns(problem, tile)
-    assert turns(posed(replace(SQUARE, in_channels=40), torch.float16), tile)
+    tile = Tile(4, 1, 1, 8, 64, 1, 8, 4, 8, 3, 1, wgmma=True, nchw_stages=3)
+    assert not supports_tma_nchw(problem, tile)
+    assert supports_tma_nchw(posed(replace(SQUARE, in_channels=40), torch.float16), tile)
 
 
 def tiles(problem: TileProblem) -> list[Tile]:
     """Tiles of many shapes, not only those that are chosen."""
     phases = problem.phases[0] * problem.phases[1]
     found = []
-    for groups_n, fill_warps, most_rows, chunk_words in (
+    for groups_n, producer_warps, most_rows, chunk_words in (
         (2, 8, 8, 8),
         (1, 8, 8, 16),
         (1, 12, 4, 8),
@@ -95,11 +96,11 @@ def tiles(problem: TileProblem) -> list[Tile]:
         fragments = 1 << (32 // phases).bit_length() - 1 if phases <= 8 else 0
         if fragments < 4 or chunk_words > max(8, problem.words):
             continue
-        arranged = forward_choice.arrange(problem, fragments, groups_n, most_rows)
+        arranged = forward_fit.tile_fragments(problem, fragments, groups_n, most_rows)
         run = arranged[5] if arranged[4] == 1 else arranged[4]
         if arranged[2] < 8 or run < 4 or run in (5, 6, 7):
             continue
-        for stages, raw_stages in forward_choice.TURNED_STAGES:
+        for stages, nchw_stages in forward_choice.TRANSPOSER_STAGES:
             tile = Tile(
                 4,
                 1,
@@ -108,10 +109,13 @@ def tiles(problem: TileProblem) -> list[Tile]:
                 stages,
                 1,
                 wgmma=True,
-                fill_warps=fill_warps,
-                raw_stages=raw_stages,
+                producer_warps=producer_warps,
+                nchw_stages=nchw_stages,
             )
-            if turns(problem, tile) and shared_bytes(problem, tile) <= H200.shared_memory_per_block:
+            if (
+                supports_tma_nchw(problem, tile)
+                and shared_bytes(problem, tile) <= H200.shared_memory_per_block
+            ):
                 found.append(tile)
                 break
     return found
@@ -164,10 +168,10 @@ def test_a_box_covers_the_halo_of_its_tile() -> None:
     for seed in range(60):
         problem, tile = forced(seed)
         (least_h, most_h), (least_w, most_w) = problem.shifts
-        columns, _, rows = raw_box(problem, tile)
+        columns, _, rows = nchw_box(problem, tile)
         lead = least_w % (16 // problem.item)
         assert columns >= lead + tile.cols + most_w - least_w
-        assert rows == (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
+        assert rows == (tile.rows - 1) * problem.position_input_rows + 1 + most_h - least_h
         assert (least_w - lead) * problem.item % 16 == 0
 
 

@@ -1,4 +1,4 @@
-"""The gradient of the input from NCHW as it lies, whatever plan is taken: tiles of random problems."""
+"""grad_input/im2col: every kind of tile on random problems, and when the planner takes the family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_tile import UnfoldedTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -25,11 +25,11 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
 
 
 def random_geometry(rng: random.Random) -> Geometry:
-    """Maps whose rows are more often than not multiples of 16 bytes; kernel = stride as often as not."""
+    """Returns a geometry; rows are often multiples of 16 bytes, and often kernel = stride."""
     groups = rng.choice((1, 1, 1, 2, 3))
     kernel = (rng.randint(1, 4), rng.choice((1, 2, 2, 3, 4, 4, 8)))
-    most = rng.choice((8, 40))
-    size = (rng.randint(1, most), rng.randint(1, most))
+    largest = rng.choice((8, 40))
+    size = (rng.randint(1, largest), rng.randint(1, largest))
     channels = [groups * rng.choice((8, 24, 32, 64, 72, 136, 264)) for _ in range(2)]
     batch = rng.choice((1, 2, 5, 9))
     if rng.random() < 0.4:
@@ -42,8 +42,9 @@ def random_geometry(rng: random.Random) -> Geometry:
     return Geometry(batch, channels[0], *size, channels[1], kernel, stride, padding, added, dilation, groups)
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, UnfoldedTile]]:
-    """Problems that the kernel claims, each with one of its tiles, every kind of them as often as every other."""
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
+    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as
+    another."""
     rng = random.Random(seed)
     while count:
         dtype, precision = MODES[count % len(MODES)]
@@ -52,7 +53,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             continue
         problem = plan.Problem(geometry, dtype, precision, False, False)
         posed = as_convolution(problem)
-        kinds: dict[tuple[object, ...], list[UnfoldedTile]] = {}
+        kinds: dict[tuple[object, ...], list[Im2colTile]] = {}
         if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
             every = [
                 one
@@ -76,33 +77,35 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
 
 
-def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.ndarray]:
-    """What grad_input/im2col.cu's places make of the first group and one channel of the input, and what the
-    definition does."""
+def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gradient of one channel of the first group, computed with the offsets of grad_input/im2col.cu, and by
+    the definition."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step
     launches = grad_input_im2col.part_with_tile(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
-    box_w, box_h, lead = constants["BOX_W"], constants["BOX_H"], constants["LEAD"]
+    box_w, box_h, alignment = constants["BOX_W"], constants["BOX_H"], constants["ALIGNMENT_COLUMNS"]
     channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
-    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.cells
+    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.positions
     grad_output = rng.standard_normal((geometry.batch, channels, height, width))
     weight = rng.standard_normal((channels, *geometry.kernel))
     steps = grad_input_im2col_tile.steps(posed, tile)
     stages = grad_input_im2col_tile.rounds(posed, tile) * grad_input_im2col_tile.round_stages(steps)
-    along = np.zeros(stages * steps * 8 * word)
-    along[: weight.size] = weight.ravel()
+    weight_of_k = np.zeros(stages * steps * 8 * word)
+    weight_of_k[: weight.size] = weight.ravel()
 
-    places = np.array([grad_input_im2col_tile.place(posed, tile, k) for k in range(steps * 8 * word)])
-    cell = np.arange(tile.images * tile.rows * tile.cols)
+    offsets = np.array([grad_input_im2col_tile.offset(posed, tile, k) for k in range(steps * 8 * word)])
+    position = np.arange(tile.images * tile.rows * tile.cols)
     at_col, at_row, at_image = (
-        cell % tile.cols,
-        cell // tile.cols % tile.rows,
-        cell // (tile.cols * tile.rows),
+        position % tile.cols,
+        position // tile.cols % tile.rows,
+        position // (tile.cols * tile.rows),
     )
-    first = at_image * tile.stage_channels * box_h * box_w + at_row * step_h * box_w + at_col * step_w + lead
-    elements = first[:, None] + places
+    first = (
+        at_image * tile.stage_channels * box_h * box_w + at_row * step_h * box_w + at_col * step_w + alignment
+    )
+    elements = first[:, None] + offsets
     if word == 2 and not constants["HALVES"]:
         assert (elements[:, 1::2] == elements[:, ::2] + 1).all(), "words"
         assert (elements[:, ::2] % 2 == 0).all(), "words"
@@ -113,8 +116,11 @@ def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.
         image, row, col = (
             n * size for n, size in zip(index, (tile.images, tile.rows, tile.cols), strict=True)
         )
-        start = col * step_w - geometry.padding[1] - lead
-        assert start % grad_input_im2col_tile.alignment(posed, box_w > grad_input_im2col_tile.MOST_BOX) == 0
+        start = col * step_w - geometry.padding[1] - alignment
+        assert (
+            start % grad_input_im2col_tile.column_alignment(posed, box_w > grad_input_im2col_tile.MAX_BOX)
+            == 0
+        )
         n, c, h, w = np.ogrid[
             image : image + tile.images,
             : stages * tile.stage_channels,
@@ -124,34 +130,38 @@ def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.
         inside = (n < geometry.batch) & (c < channels) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         clipped = (n.clip(0, geometry.batch - 1), c.clip(0, channels - 1), h.clip(0, height - 1))
         box = np.where(inside, grad_output[(*clipped, w.clip(0, width - 1))], 0)
-        sums = np.zeros(len(cell))
+        sums = np.zeros(len(position))
         for stage in range(stages):
-            lying = box[:, stage * tile.stage_channels : (stage + 1) * tile.stage_channels].ravel()
-            sums += lying[elements] @ along[stage * steps * 8 * word : (stage + 1) * steps * 8 * word]
+            stage_elements = box[:, stage * tile.stage_channels : (stage + 1) * tile.stage_channels].ravel()
+            sums += (
+                stage_elements[elements]
+                @ weight_of_k[stage * steps * 8 * word : (stage + 1) * steps * 8 * word]
+            )
         exists = (image + at_image < geometry.batch) & (row + at_row < rows) & (col + at_col < cols)
-        place = (image + at_image[exists], row + at_row[exists], col + at_col[exists])
-        assert np.isnan(grad_input[place]).all(), "stored twice"
-        grad_input[place] = sums[exists]
+        stored = (image + at_image[exists], row + at_row[exists], col + at_col[exists])
+        assert np.isnan(grad_input[stored]).all(), "stored twice"
+        grad_input[stored] = sums[exists]
 
     (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
     (padding_h, padding_w), wanted = geometry.padding, np.zeros_like(grad_input)
-    room = np.zeros((geometry.batch, channels, height + 200, width + 400))
-    room[:, :, padding_h : padding_h + height, padding_w : padding_w + width] = grad_output
+    padded = np.zeros((geometry.batch, channels, height + 200, width + 400))
+    padded[:, :, padding_h : padding_h + height, padding_w : padding_w + width] = grad_output
     for kh, kw in np.ndindex(kernel_h, kernel_w):
-        shifted = room[:, :, kh * dilation_h :: step_h, kw * dilation_w :: step_w][:, :, :rows, :cols]
+        shifted = padded[:, :, kh * dilation_h :: step_h, kw * dilation_w :: step_w][:, :, :rows, :cols]
         wanted += np.einsum("nchw,c->nhw", shifted, weight[:, kh, kw])
     return grad_input, wanted
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_cell_is_stored_once_and_made_of_its_pixels(seed: int) -> None:
+def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
     for _, posed, tile in cases(seed, 9):
         found, wanted = emulated(posed, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
 
 
 UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
-#: Rows of 129 pixels; the second has few multiply-adds for each of them.
+#: Layers with rows of 129 and 638 pixels, which are no multiples of 16 bytes; the second has few multiply-adds for each
+#: of them.
 STYLEGAN2 = Geometry(1, 4096, 64, 64, 2048, (3, 3), (2, 2), groups=8)
 KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
 
@@ -171,8 +181,10 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     ],
     ids=str,
 )
-def test_where_it_is_planned(geometry: Geometry, dtype: torch.dtype, entries: list[str]) -> None:
-    """In TF32 rows that the copy engine cannot read are made longer first, where the multiplies make up for that."""
+def test_the_planner_takes_the_family_where_it_is_faster(
+    geometry: Geometry, dtype: torch.dtype, entries: list[str]
+) -> None:
+    """In TF32, rows that TMA cannot read are padded first, if there are multiply-adds enough to pay for the copy."""
     problem = plan.Problem(geometry, dtype, "tf32", False, False)
     made = plan.plan_backward(problem, (True, False, False), H200)
     assert [one.kernel.entry for one in made.launches][: len(entries)] == entries
@@ -180,23 +192,23 @@ def test_where_it_is_planned(geometry: Geometry, dtype: torch.dtype, entries: li
     assert ampere.family != grad_input_im2col.FAMILY
 
 
-def test_padded_rows_lie_past_the_partial_sums() -> None:
+def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
     posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
     tile = next(tile for tile in grad_input_im2col_tile.tiles(posed, H200) if tile.splits == 2)
     part = grad_input_im2col.part_with_tile(posed, tile)
     pad, main, _ = part.launches
-    place = main.tensor_maps[0].base.value
+    stored = main.tensor_maps[0].base.value
     assert pad.arguments[1] == main.tensor_maps[0].base
-    assert place >= 4 * tile.splits * math.prod(STYLEGAN2.input_shape)
-    assert place + 4 * 2048 * 129 * 132 == part.workspace_bytes
+    assert stored >= 4 * tile.splits * math.prod(STYLEGAN2.input_shape)
+    assert stored + 4 * 2048 * 129 * 132 == part.workspace_bytes
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="sm_90a alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs sm_90a"
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_every_tile_against_float64(seed: int) -> None:
+def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for problem, posed, tile in cases(100 + seed, 6):
         part, tolerance = grad_input_im2col.part_with_tile(posed, tile), TOLERANCE[problem.dtype]

@@ -1,4 +1,4 @@
-"""The gradient of the input by boxes of the copy engine, whatever plan is taken: every tile of random problems."""
+"""grad_input/implicit_gemm_tma: every kind of tile on random problems, and when the planner takes the family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import BoxTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
 from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -27,13 +27,14 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
 
 
 def random_geometry(rng: random.Random, item: int) -> Geometry:
-    """Channels in 16-byte multiples, a stride above 1; kernel = stride, and maps of few pixels, more often than not."""
+    """Returns a geometry with channels in 16-byte multiples and a stride above 1; often kernel = stride, and small
+    maps."""
     unit = 16 // item
     while True:
         groups = rng.choice((1, 1, 1, 2, 3))
         kernel = (rng.randint(1, 5), rng.randint(1, 5))
-        most = rng.choice((8, 40))
-        size = (rng.randint(1, most), rng.randint(1, most))
+        largest = rng.choice((8, 40))
+        size = (rng.randint(1, largest), rng.randint(1, largest))
         channels = [groups * unit * rng.choice((1, 3, 8, 9, 16, 17, 33)) for _ in range(2)]
         batch = rng.choice((1, 2, 5, 9))
         if rng.random() < 0.3:
@@ -60,8 +61,9 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             return geometry
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, BoxTile]]:
-    """Problems that the kernel claims, each with one of its tiles, every kind of them as often as every other."""
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, TmaTile]]:
+    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as
+    another."""
     rng = random.Random(seed)
     while count:
         dtype, precision = MODES[count % len(MODES)]
@@ -69,7 +71,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         posed = as_convolution(problem)
         if rng.random() < 0.3:
             posed = replace(posed, output_channels_last=False)
-        kinds: dict[tuple[object, ...], list[BoxTile]] = {}
+        kinds: dict[tuple[object, ...], list[TmaTile]] = {}
         if posed.step != (1, 1) and grad_input_tma.claims(posed, H200):
             for tile in grad_input_tma_tile.tiles(posed, H200):
                 if not grad_input_tma_tile.legal(posed, tile):
@@ -79,24 +81,25 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
                     tile.multiplies_along,
                     tile.dense,
                     tile.warpgroups,
-                    tile.teams,
+                    tile.consumers,
                     tile.splits > 1,
                 )
                 kinds.setdefault(kind, []).append(tile)
         if kinds:
             count -= 1
             tile = rng.choice(rng.choice(list(kinds.values())))
-            tile = replace(tile, slices_first=rng.random() < 0.5)
+            tile = replace(tile, phase_major=rng.random() < 0.5)
             if tile.splits > 1:
                 splits = rng.choice((2, 3, 4))
                 tile = replace(tile, splits=splits if splits <= grad_input_tma_tile.chunks(posed) else 2)
-            if grad_input_tma_tile.may_be_phased(posed, tile) and rng.random() < 0.7:
-                tile = replace(tile, phased=True)
+            if grad_input_tma_tile.may_have_phase_dimension(posed, tile) and rng.random() < 0.7:
+                tile = replace(tile, phase_dimension=True)
             yield problem, posed, tile
 
 
-def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarray, np.ndarray]:
-    """What grad_input/implicit_gemm_tma.cu's places make of one channel, and what the definition does."""
+def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gradient of one channel, computed with the offsets of grad_input/implicit_gemm_tma.cu, and by the
+    definition."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step
     (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
@@ -106,42 +109,45 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
     source, _ = part.launches[0].tensor_maps
     (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
     box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
-    if tile.phased:
+    if tile.phase_dimension:
         assert source.sizes[1] == step_w
         assert source.strides[1] == step_w * source.strides[0]
         sizes_w, steps = sizes_w * step_w, (step_w, *steps[1:])
     grad_output = rng.standard_normal((geometry.batch, geometry.height, geometry.width))
-    pictures = grad_output.reshape(sizes_n, sizes_h, sizes_w)
+    images_of_the_map = grad_output.reshape(sizes_n, sizes_h, sizes_w)
     weight = rng.standard_normal(geometry.kernel)
 
-    slices: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    phases: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for kh in range(kernel_h):
         for kw in range(kernel_w):
             row, col = kh * dilation_h, kw * dilation_w
             start = (row % step_h, col if tile.narrow else col % step_w)
             pixel = row // step_h * box_w + (0 if tile.narrow else col // step_w)
-            slices.setdefault(start, []).append((weight[kh, kw], pixel))
-    assert len(slices) == grad_input_tma_tile.slice_count(posed, tile)
+            phases.setdefault(start, []).append((weight[kh, kw], pixel))
+    assert len(phases) == grad_input_tma_tile.phase_count(posed, tile)
 
-    rows, cols = posed.cells
+    rows, cols = posed.positions
     grad_input = np.full(geometry.batch * rows * cols, np.nan)
-    own_h, own_n = tile.rows // tile.warpgroups_h, tile.images * tile.warpgroups_h // tile.warpgroups
+    warpgroup_rows, warpgroup_images = (
+        tile.rows // tile.warpgroups_h,
+        tile.images * tile.warpgroups_h // tile.warpgroups,
+    )
     m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]
     pixels = m * constants["MULTIPLY_PIXELS"] + group * constants["GROUP_PIXELS"] + eight
-    places = m * constants["MULTIPLY_PLACES"] + group * constants["GROUP_PLACES"] + eight
-    assert sorted(places.ravel()) == list(range(tile.m_tiles * 64)), "a place for each cell"
+    in_tile = m * constants["MULTIPLY_POSITIONS"] + group * constants["GROUP_POSITIONS"] + eight
+    assert sorted(in_tile.ravel()) == list(range(tile.m_tiles * 64)), "a number for each position"
     blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
     for index in range(grad_input_tma_tile.work_count(posed, tile) // blocks):
         if tile.dense:
-            (row, skipped), col, image = divmod(index * tile.cells, cols), 0, 0
+            (row, skipped), col, image = divmod(index * tile.positions, cols), 0, 0
         else:
             lines, col = index // tiles_w, index % tiles_w * tile.cols
             row = (lines if constants["FLAT"] else lines % tiles_h) * tile.rows
             image, skipped = 0 if constants["FLAT"] else lines // tiles_h * tile.images, 0
         sums = np.zeros((tile.warpgroups, tile.m_tiles * 64))
-        for (first_row, first_col), taps in slices.items():
+        for (first_row, first_col), taps in phases.items():
             begin = col * step_w - padding_w + first_col
-            if tile.phased:
+            if tile.phase_dimension:
                 whole = (begin + padding_w * step_w) // step_w - padding_w
                 assert 0 <= begin - whole * step_w < step_w, "a phase"
             n, h, w = np.ogrid[:box_n, :box_h, :box_w]
@@ -152,46 +158,51 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             )
             inside = (n < sizes_n) & (h >= 0) & (h < sizes_h) & (w >= 0) & (w < sizes_w)
             stage = np.where(
-                inside, pictures[n.clip(0, sizes_n - 1), h.clip(0, sizes_h - 1), w.clip(0, sizes_w - 1)], 0
+                inside,
+                images_of_the_map[n.clip(0, sizes_n - 1), h.clip(0, sizes_h - 1), w.clip(0, sizes_w - 1)],
+                0,
             ).ravel()
             assert stage.size * grad_input_tma_tile.ROW_BYTES <= constants["INPUT_BYTES"]
             stage = np.concatenate([stage, np.full(4096, np.nan)])
             for warpgroup in range(tile.warpgroups):
                 down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
-                first = (images * own_n * box_h + down * own_h) * box_w
+                first = (images * warpgroup_images * box_h + down * warpgroup_rows) * box_w
                 if tile.dense:
                     first = warpgroup * tile.m_tiles * 64 + skipped
                 for value, pixel in taps:
-                    sums[warpgroup][places.ravel()] += value * stage[first + pixel + pixels].ravel()
-        place = np.arange(tile.m_tiles * 64)
+                    sums[warpgroup][in_tile.ravel()] += value * stage[first + pixel + pixels].ravel()
+        numbers = np.arange(tile.m_tiles * 64)
         for warpgroup in range(tile.warpgroups):
             down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
             if tile.dense:
-                cell = index * tile.cells + warpgroup * len(place) + place
-                inside = cell < grad_input.size
+                position = index * tile.positions + warpgroup * len(numbers) + numbers
+                inside = position < grad_input.size
             else:
-                line, at_col = place // tile.cols, col + place % tile.cols
-                at_row, at_image = row + down * own_h + line % own_h, image + images * own_n + line // own_h
+                line, at_col = numbers // tile.cols, col + numbers % tile.cols
+                at_row, at_image = (
+                    row + down * warpgroup_rows + line % warpgroup_rows,
+                    image + images * warpgroup_images + line // warpgroup_rows,
+                )
                 if constants["FLAT"]:
-                    at_image = np.where(line < own_h, at_row // rows, geometry.batch)
+                    at_image = np.where(line < warpgroup_rows, at_row // rows, geometry.batch)
                     at_row = at_row % rows
-                cell = (at_image * rows + at_row) * cols + at_col
+                position = (at_image * rows + at_row) * cols + at_col
                 inside = (at_row < rows) & (at_col < cols) & (at_image < geometry.batch)
-            assert np.isnan(grad_input[cell[inside]]).all(), "stored twice"
-            grad_input[cell[inside]] = sums[warpgroup][inside]
+            assert np.isnan(grad_input[position[inside]]).all(), "stored twice"
+            grad_input[position[inside]] = sums[warpgroup][inside]
 
-    room = np.zeros((geometry.batch, geometry.height + 200, geometry.width + 200))
-    room[:, padding_h : padding_h + geometry.height, padding_w : padding_w + geometry.width] = grad_output
+    padded = np.zeros((geometry.batch, geometry.height + 200, geometry.width + 200))
+    padded[:, padding_h : padding_h + geometry.height, padding_w : padding_w + geometry.width] = grad_output
     wanted = np.zeros((geometry.batch, rows, cols))
     for kh in range(kernel_h):
         for kw in range(kernel_w):
-            shifted = room[:, kh * dilation_h :: step_h, kw * dilation_w :: step_w]
+            shifted = padded[:, kh * dilation_h :: step_h, kw * dilation_w :: step_w]
             wanted += weight[kh, kw] * shifted[:, :rows, :cols]
     return grad_input.reshape(wanted.shape), wanted
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_cell_is_stored_once_and_made_of_its_pixels(seed: int) -> None:
+def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
     for _, posed, tile in cases(seed, 10):
         channels_last = replace(posed, output_channels_last=True)
         part = grad_input_tma.part_with_tile(channels_last, tile)
@@ -199,7 +210,7 @@ def test_every_cell_is_stored_once_and_made_of_its_pixels(seed: int) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
 
 
-def test_boxes_come_first_where_they_are_claimed() -> None:
+def test_the_family_comes_first_where_it_computes_the_problem() -> None:
     geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
     problem = plan.Problem(geometry, torch.float16, "ieee", True, True)
     parts = grad_input_implicit_gemm.part_candidates(problem, H200, 8)
@@ -214,51 +225,58 @@ def test_boxes_come_first_where_they_are_claimed() -> None:
         assert grad_input_tma.FAMILY not in families
 
 
-#: 64 channels of the output, whose kernel meets 9 of 25 pixels; one row, whose strides of 8 let a box span 32 columns.
+#: A layer with 64 output channels whose kernel meets 9 of 25 pixels, and one row with a stride of 8, which limits a
+#: box to
+#: 32 columns.
 GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
 ONE_ROW = Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
 
 
 @pytest.mark.parametrize(
-    ("geometry", "mode", "fetched", "slices_first"),
+    ("geometry", "mode", "fetched", "phase_major"),
     [
-        (GAPS, MODES[0], 128, False),  # beside a pixel lies one that nobody reads
-        (GAPS, MODES[1], 256, True),  # two chunks of a pixel
-        (Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)), MODES[0], 256, False),  # the other phase
+        (GAPS, MODES[0], 128, False),  # no tap reads the pixel beside a pixel
+        (GAPS, MODES[1], 256, True),  # the other 128 bytes are the second chunk of the pixel
+        (
+            Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)),
+            MODES[0],
+            256,
+            False,
+        ),  # they are a pixel of the other phase
         (Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)), MODES[1], 128, False),
         (Geometry(4, 128, 16, 16, 256, (2, 2), (2, 2)), MODES[0], 128, False),
     ],
     ids=str,
 )
-def test_memory_brings_what_is_read_at_once(
-    geometry: Geometry, mode: tuple[torch.dtype, str], fetched: int, slices_first: bool
+def test_the_l2_fetches_256_bytes_where_both_halves_are_read_soon(
+    geometry: Geometry, mode: tuple[torch.dtype, str], fetched: int, phase_major: bool
 ) -> None:
     posed = as_convolution(plan.Problem(geometry, *mode, True, True))
     (part,) = grad_input_tma.part_candidates(posed, H200, 1)
     assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
-    assert dict(part.launches[0].kernel.constants)["SLICES_FIRST"] == slices_first
+    assert dict(part.launches[0].kernel.constants)["PHASE_MAJOR"] == phase_major
 
 
-def test_rows_wider_than_a_step_lets_a_box_span_come_by_phases() -> None:
+def test_a_box_of_too_many_columns_gets_a_dimension_for_their_phases() -> None:
     for mode in MODES:
         (best,) = grad_input_tma_choice.choose(as_convolution(plan.Problem(ONE_ROW, *mode, True, True)), H200)
-        assert best.phased
+        assert best.phase_dimension
         assert best.images <= ONE_ROW.batch
         ragged = replace(ONE_ROW, output_padding=(0, 1))
         posed = as_convolution(plan.Problem(ragged, *mode, True, True))
-        assert not any(tile.phased for tile in grad_input_tma_choice.choose(posed, H200, 1000))
+        assert not any(tile.phase_dimension for tile in grad_input_tma_choice.choose(posed, H200, 1000))
 
 
-def test_two_teams_share_no_tile_that_is_larger_than_the_map() -> None:
-    """Half of such a tile is nothing, so there seem to be works enough for both teams."""
+def test_two_consumers_get_no_tile_that_is_larger_than_the_map() -> None:
+    """Half of such a tile is empty, but the number of work tiles looks large enough for both consumers."""
     geometry = Geometry(8, 256, 1, 1000, 128, (1, 8), (1, 4), (0, 2))
     posed = as_convolution(plan.Problem(geometry, *MODES[1], True, True))
     first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
-    assert first.teams == 1 or first.rows == 1
-    assert any(tile.teams > 1 and tile.rows > 1 for tile in others)
+    assert first.consumers == 1 or first.rows == 1
+    assert any(tile.consumers > 1 and tile.rows > 1 for tile in others)
 
 
-def test_a_chunk_half_empty_is_the_halo_tiles() -> None:
+def test_implicit_gemm_computes_layers_that_fill_half_of_a_chunk() -> None:
     geometry = Geometry(8, 32, 128, 128, 32, (2, 2), (2, 2))
     families = [
         plan.plan_backward(plan.Problem(geometry, *mode, True, True), (True, False, False), H200).family
@@ -271,16 +289,16 @@ def test_a_chunk_half_empty_is_the_halo_tiles() -> None:
     ]
 
 
-def test_a_block_has_192_channels_where_there_are_as_many() -> None:
+def test_a_block_has_192_channels_if_the_layer_has_192() -> None:
     geometry = Geometry(16, 192, 56, 56, 96, (2, 2), (2, 2))
     for mode in MODES:
         (best,) = grad_input_tma_choice.choose(
             as_convolution(plan.Problem(geometry, *mode, True, True)), H200
         )
-        assert (best.cells, best.channels) == (128, 192)
+        assert (best.positions, best.channels) == (128, 192)
 
 
-def test_operands_may_lie_in_a_workspace() -> None:
+def test_operands_may_be_in_the_workspace() -> None:
     geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
     posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
     tile = next(grad_input_tma_tile.tiles(posed, H200))
@@ -290,10 +308,10 @@ def test_operands_may_lie_in_a_workspace() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="sm_90a alone"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs sm_90a"
 )
 @pytest.mark.parametrize("seed", range(12))
-def test_every_tile_against_float64(seed: int) -> None:
+def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for problem, posed, tile in cases(100 + seed, 6):
         made = grad_input_tma.part_with_tile(posed, tile)

@@ -1,5 +1,4 @@
-"""Gradients of input and weight in one pass where the kernel is large (csrc/kernels/gradients/large_kernel.cu),
-forced on random geometries, and what its plans say."""
+"""gradients/large_kernel: its plans, and its kernel on random geometries."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ H200 = plan.Device("sm_90a", 132, 227 << 10)
 FCN32S = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
 FCN16S = Geometry(2, 21, 32, 32, 21, (32, 32), (16, 16), (8, 8))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: As in test_gathered.py.
+#: Tolerances relative to float64, as in test_narrow_joint.py.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -30,7 +29,9 @@ def problem(geometry: Geometry, dtype: torch.dtype, channels_last: bool = False)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("geometry", [FCN32S, FCN16S, FCN16S.with_batch(8)], ids=str)
-def test_fcn_heads_take_one_pass(geometry: Geometry, dtype: torch.dtype, channels_last: bool) -> None:
+def test_one_pass_computes_both_gradients_of_fcn_heads(
+    geometry: Geometry, dtype: torch.dtype, channels_last: bool
+) -> None:
     posed = problem(geometry, dtype, channels_last)
     shape = shape_of(posed, H200)
     assert shape is not None
@@ -59,18 +60,18 @@ def test_fcn_heads_take_one_pass(geometry: Geometry, dtype: torch.dtype, channel
     ],
     ids=str,
 )
-def test_what_the_kernel_cannot_do_is_not_claimed(change: dict) -> None:
+def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
     assert claims(problem(FCN32S, torch.float16), H200)
     assert not claims(problem(replace(FCN32S, **change), torch.float16), H200)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(18))
-def test_forced_on_random_geometries(seed: int) -> None:
+def test_random_geometries_match_float64(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = DTYPES[seed % 3]
-    piece = 16 // dtype.itemsize
+    vector = 16 // dtype.itemsize
     while True:
         geometry = Geometry(
             rng.choice((1, 2, 3)),
@@ -78,16 +79,16 @@ def test_forced_on_random_geometries(seed: int) -> None:
             rng.randint(1, 9),
             rng.randint(1, 40),
             rng.randint(1, 4),
-            (rng.randint(1, 20), piece * rng.randint(1, 4)),
-            (rng.randint(1, 9), piece * rng.randint(1, 3)),
-            (rng.randint(0, 4), piece * rng.randint(0, 1)),
+            (rng.randint(1, 20), vector * rng.randint(1, 4)),
+            (rng.randint(1, 9), vector * rng.randint(1, 3)),
+            (rng.randint(0, 4), vector * rng.randint(0, 1)),
         )
         posed = problem(geometry, dtype, rng.random() < 0.5)
         if min(geometry.out_height, geometry.out_width) > 0 and claims(posed, H200):
             break
     warps, taps = rng.choice((1, 3, 8, 12)), rng.choice((16, 32) if dtype == torch.float32 else (16, 32, 64))
-    runs = -(-geometry.out_channels * geometry.taps // taps)
-    shape = Shape(warps, taps, rng.choice((1, 1, 2, 5)), -(-runs // warps))
+    warp_tiles = -(-geometry.out_channels * geometry.taps // taps)
+    shape = Shape(warps, taps, rng.choice((1, 1, 2, 5)), -(-warp_tiles // warps))
     part = build(posed, shape, call.device_facts(0))
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(part, geometry, dtype, layouts, TOLERANCE[dtype], (True, True, False))

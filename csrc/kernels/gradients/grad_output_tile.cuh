@@ -1,16 +1,15 @@
-// A tile of grad_output in shared memory, and how one multiply of the tensor cores gathers from it. Both narrow
-// gradients are products whose one operand is this gather:
+// A tile of grad_output in shared memory, from which the narrow kernels of both gradients read their im2col operand:
 //
-//   patch[pixel (ih, iw), tap (co, kh, kw)] = grad_output[co, ih * STRIDE_H - PADDING_H + kh * DILATION_H, (iw alike)]
+//   im2col[pixel (ih, iw), tap (co, kh, kw)] = grad_output[co, ih * STRIDE_H - PADDING_H + kh * DILATION_H, (iw alike)]
 //
-// A tile serves TILE_H x TILE_W input pixels of an image, and a chunk of CHUNK_CO channels of each of BLOCK_GROUPS
-// groups and CHUNK_KH rows of the kernel (all, or one). It lies as float32 [channel][row][column] in either layout:
-// rows that no tap touches are left out, and the STRIDE_W columns of an input pixel lie CELL words apart from the
-// next pixel's (CELL, ROW_PITCH and PLANE are chosen so that a warp's gather meets different banks). Outside of the
-// output lie zeros. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel; by
-// cp.async (ASYNC: float, sm_80) into one of two buffers, else through registers.
+// A tile serves TILE_H x TILE_W input pixels of an image, and a chunk of CHUNK_CO channels of each of BLOCK_GROUPS groups
+// and of CHUNK_KH rows of the kernel (all, or one). In either layout it is float32 [channel][row][column]. Rows that no tap
+// reads are left out, and the STRIDE_W columns of an input pixel lie PIXEL_PITCH words apart from the next pixel's
+// (PIXEL_PITCH, ROW_PITCH and PLANE are chosen so that the lanes of a warp read different banks). Elements outside of the
+// output are zeros. A load brings LOAD elements: neighbours in a row, or in channels_last channels of a pixel. Loads go by
+// cp.async (ASYNC: float, sm_80) to one of two buffers, or through registers.
 //
-// float32 is rounded to TF32 (PRECISION TF32) or multiplied in parts, out of two or three products (IEEE).
+// float32 is rounded to TF32 (PRECISION TF32) or multiplied in parts, by two or three products (IEEE).
 #pragma once
 #include "common/images.cuh"
 #include "common/mma.cuh"
@@ -19,38 +18,38 @@
 
 using ptx::u32;
 
-constexpr int ROW_STEP = CHUNK_KH > 1 ? gcd(STRIDE_H, DILATION_H) : STRIDE_H;  // output rows from one tile row to the next
-constexpr int PIXEL_ROWS = STRIDE_H / ROW_STEP;                                // tile rows from a pixel to the one below
+constexpr int ROW_STEP = CHUNK_KH > 1 ? gcd(STRIDE_H, DILATION_H) : STRIDE_H;  // output rows between two rows of the tile
+constexpr int PIXEL_ROWS = STRIDE_H / ROW_STEP;                                // rows of the tile between two pixels of a column
 constexpr int TAP_ROWS = CHUNK_KH > 1 ? DILATION_H / ROW_STEP : 0;
 constexpr int ROWS = (TILE_H - 1) * PIXEL_ROWS + (CHUNK_KH - 1) * TAP_ROWS + 1;
 constexpr int LOAD_W = CHANNELS_LAST ? 1 : LOAD, LOAD_C = CHANNELS_LAST ? LOAD : 1;
-constexpr int SHIFT = (LOAD_W - PADDING_W % LOAD_W) % LOAD_W;  // columns added on the left, to align it
+constexpr int SHIFT = (LOAD_W - PADDING_W % LOAD_W) % LOAD_W;  // columns added on the left, for alignment
 constexpr int COLUMNS = ceil_div(SHIFT + (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1, LOAD_W) * LOAD_W;
 constexpr int CHANNELS = BLOCK_GROUPS * CHUNK_CO;
-constexpr int GRAD_OUTPUT_TILE = CHANNELS * PLANE;
+constexpr int GRAD_OUTPUT_TILE_WORDS = CHANNELS * PLANE;
 constexpr int BUFFERS = ASYNC ? 2 : 1;
 
-// Taps of a chunk, of one group: [co][kh][kw]. Chunks follow each other in the same order.
+// The taps of a chunk, of one group, are [co][kh][kw]. The chunks are in the same order.
 constexpr int CHUNK_TAPS = CHUNK_CO * CHUNK_KH * KERNEL_W;
 constexpr int KH_CHUNKS = KERNEL_H / CHUNK_KH;
 constexpr int CHUNKS = CO_GROUP / CHUNK_CO * KH_CHUNKS;
 static_assert(CO_GROUP % CHUNK_CO == 0 && (CHUNK_KH == 1 || CHUNK_KH == KERNEL_H) && GROUPS % BLOCK_GROUPS == 0);
 
-constexpr int column_place(int column) { return column / STRIDE_W * CELL + column % STRIDE_W; }
+constexpr int column_offset(int column) { return column / STRIDE_W * PIXEL_PITCH + column % STRIDE_W; }
 
-// Bytes from a pixel's first place to that of one of its taps.
-__device__ __forceinline__ int tap_place(int tap) {
+// Returns the bytes from a pixel's first element to that of one of its taps.
+__device__ __forceinline__ int tap_offset(int tap) {
   Digits digits{(unsigned)tap};
   const int kw = digits.next(KERNEL_W), kh = digits.next(CHUNK_KH);
-  return 4 * (digits.rest * PLANE + kh * TAP_ROWS * ROW_PITCH + column_place(SHIFT + kw * DILATION_W));
+  return 4 * (digits.rest * PLANE + kh * TAP_ROWS * ROW_PITCH + column_offset(SHIFT + kw * DILATION_W));
 }
 
 constexpr int VECTORS_W = COLUMNS / LOAD_W, VECTORS_C = CHANNELS / LOAD_C;
 constexpr int VECTORS = VECTORS_C * ROWS * VECTORS_W;
 constexpr int LOADS = ceil_div(VECTORS, THREADS);
-static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TILE < 1 << 19);
+static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TILE_WORDS < 1 << 19);
 
-// A tile's position: image, and which of the tiles below each other.
+// Where a tile lies: its image, and its number among the tiles below each other in an image.
 struct Position {
   long long image;
   int down;
@@ -63,32 +62,32 @@ struct Position {
   }
 };
 
-// A thread's part in filling tiles that lie below each other: the places of its vectors stay in registers, but where
-// these would be too many.
-constexpr bool PLACES_KEPT = LOADS <= 12;
-// What comes through registers is asked for ahead, but where it would take too many: it then goes to shared memory at once.
-constexpr bool AHEAD = !ASYNC && LOADS * LOAD * sizeof(Element) <= 64;
+// The sources of a thread's loads stay in registers for all tiles below each other, if they are few enough.
+constexpr bool SOURCES_IN_REGISTERS = LOADS <= 12;
+// Loads through registers are issued one tile ahead, if few enough registers hold them; otherwise they go to shared memory at
+// once.
+constexpr bool PREFETCHES = !ASYNC && LOADS * LOAD * sizeof(Element) <= 64;
 struct GradOutputLoader {
   static constexpr Index NONE = -1;
-  struct Place {
+  struct Source {
     Index from;  // in memory, from the tile's first element; NONE left and right of the output
-    int to;      // word of the tile, and in the low 12 bits the output row
+    int to;      // word of the tile; the low 12 bits hold the output row
   };
   const SegmentSizes& sizes;
   const int first_column;
-  Place places[PLACES_KEPT ? LOADS : 1];
-  Raw<LOAD> ahead[AHEAD ? LOADS : 1];
+  Source sources[SOURCES_IN_REGISTERS ? LOADS : 1];
+  Raw<LOAD> prefetched[PREFETCHES ? LOADS : 1];
   const Element* corner;
   int first_row;
 
   __device__ __forceinline__ GradOutputLoader(const SegmentSizes& sizes, int column)
       : sizes(sizes), first_column(column - SHIFT) {
-    if constexpr (PLACES_KEPT) {
+    if constexpr (SOURCES_IN_REGISTERS) {
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i) places[i] = located(i);
+      for (int i = 0; i < LOADS; ++i) sources[i] = computed_source(i);
     }
   }
-  __device__ __forceinline__ Place located(int i) const {
+  __device__ __forceinline__ Source computed_source(int i) const {
     const unsigned v = threadIdx.x + i * THREADS;
     Digits digits{v};
     int channel = CHANNELS_LAST ? digits.next(VECTORS_C) * LOAD : 0;
@@ -97,26 +96,26 @@ struct GradOutputLoader {
     const int ow = first_column + column;
     const bool inside = (unsigned)ow < (unsigned)sizes.out_width && v < VECTORS;
     return {inside ? at_output(sizes, 0, channel, row * ROW_STEP, ow) : NONE,
-            (channel * PLANE + row * ROW_PITCH + column_place(column)) << 12 | row * ROW_STEP};
+            (channel * PLANE + row * ROW_PITCH + column_offset(column)) << 12 | row * ROW_STEP};
   }
-  __device__ __forceinline__ Place place(int i) const {
-    if constexpr (PLACES_KEPT) return places[i];
-    return located(i);
+  __device__ __forceinline__ Source source_at(int i) const {
+    if constexpr (SOURCES_IN_REGISTERS) return sources[i];
+    return computed_source(i);
   }
 
-  // Begins to bring the tile whose first row is output row `row` (which may be negative) of the `image`.
+  // Starts loading the tile whose first row is output row `row` (which may be negative) of the `image`.
   __device__ __forceinline__ void fetch(const Element* image, int first_channel, int row, float* tile) {
     corner = image + at_output(sizes, 0, first_channel, row, 0);
     first_row = row;
     if constexpr (ASYNC) {
       const auto copy = [&](int i) {
-        const Place at = place(i);
+        const Source at = source_at(i);
         const bool inside = is_inside(at);
         if (VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < VECTORS)
           ptx::copy_async_or_zero<4 * LOAD>(ptx::shared_address(tile + (at.to >> 12)), inside ? corner + at.from : image,
                                             inside);
       };
-      if constexpr (PLACES_KEPT) {
+      if constexpr (SOURCES_IN_REGISTERS) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) copy(i);
       } else {
@@ -124,18 +123,18 @@ struct GradOutputLoader {
         for (int i = 0; i < LOADS; ++i) copy(i);
       }
     }
-    if constexpr (AHEAD) {
+    if constexpr (PREFETCHES) {
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i) load(ahead[i], place(i));
+      for (int i = 0; i < LOADS; ++i) load(prefetched[i], source_at(i));
     }
   }
 
-  // What comes through registers goes to shared memory.
+  // Stores what was loaded through registers to shared memory.
   __device__ __forceinline__ void put(float* tile) const {
-    if constexpr (AHEAD) {
+    if constexpr (PREFETCHES) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
-        if (VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < VECTORS) write(tile + (place(i).to >> 12), ahead[i]);
+        if (VECTORS % THREADS == 0 || threadIdx.x + i * THREADS < VECTORS) write(tile + (source_at(i).to >> 12), prefetched[i]);
     } else {
       constexpr int BATCH = LOADS < 8 ? LOADS : 8;
 #pragma unroll 1
@@ -144,7 +143,7 @@ struct GradOutputLoader {
         int to[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-          const Place at = located(first + i);
+          const Source at = computed_source(first + i);
           load(batch[i], at);
           to[i] = at.to >> 12;
         }
@@ -155,10 +154,10 @@ struct GradOutputLoader {
     }
   }
 
-  __device__ __forceinline__ bool is_inside(Place at) const {
+  __device__ __forceinline__ bool is_inside(Source at) const {
     return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)sizes.out_height;
   }
-  __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.load(corner + at.from, is_inside(at)); }
+  __device__ __forceinline__ void load(Raw<LOAD>& to, Source at) const { to.load(corner + at.from, is_inside(at)); }
   __device__ __forceinline__ static void write(float* to, const Raw<LOAD>& raw) {
     if constexpr (CHANNELS_LAST || LOAD == 1) {
 #pragma unroll
@@ -176,10 +175,10 @@ struct GradOutputLoader {
   }
 };
 
-// A number as the tensor cores take it, which cut off what TF32 has no bits for.
-// IEEE: high is rounded to nearest by integer arithmetic, low what is left over: one bit too much, half of the time.
-// TF32: a factor a little above one makes of cutting off nearly rounding, for 1.06 times the error of cvt.rna and a
-// quarter of its instructions. 16 bits are exact as they are.
+// A number as the tensor cores take it: they truncate the bits that TF32 does not have.
+// IEEE: high is rounded to nearest by integer arithmetic, and low is the remainder, which has one bit too many half of the
+// time. TF32: a factor a little above one order truncation nearly into rounding, with 1.06 times the error of cvt.rna and a
+// quarter of its instructions. 16-bit numbers are exact.
 struct Rounded {
   u32 high, low;
 };
@@ -190,10 +189,10 @@ __device__ __forceinline__ Rounded rounded(float value) {
   return {high, __float_as_uint(value - __uint_as_float(high))};
 }
 
-// The weight or input of a multiply: rows g and g + 8 of k = t (x, y) and t + 4 (z, w). With 8 rows or fewer, IEEE's low
-// parts take the place of the other 8 rows.
+// The weight or input operand of a multiply: rows g and g + 8 of k = t (x, y) and t + 4 (z, w). With 8 rows or fewer, IEEE's
+// low parts are the other 8 rows.
 constexpr bool STACKED = PRECISION == ptx::IEEE && CI_GROUP <= 8;
-constexpr int HALVES = CI_GROUP <= 8 ? 1 : 2;  // of a multiply's 16 rows that hold channels
+constexpr int HALVES = CI_GROUP <= 8 ? 1 : 2;  // halves of a multiply's 16 rows that hold channels
 struct Factor {
   uint4 high, low;
   __device__ __forceinline__ Factor(float x, float y, float z, float w) {
@@ -203,8 +202,8 @@ struct Factor {
   }
 };
 
-// sum += a * b over 8 k, or for IEEE, whose products are added up outside of the multiplier (which would cut off here
-// too), part += a * b or part = a * b, and `add` brings it to the sum.
+// sum += a * b over 8 k. For IEEE: part += a * b or (FIRST) part = a * b, which `add` adds to the sum, because the tensor cores
+// would truncate that sum.
 template <bool FIRST>
 __device__ __forceinline__ void multiply(float (&sum)[4], const Factor& a, Rounded b0, Rounded b1) {
   const u32 high[2] = {b0.high, b1.high}, low[2] = {b0.low, b1.low};

@@ -1,4 +1,4 @@
-"""The launches of normalisation: what is claimed, how it is cut, and that every kernel compiles everywhere."""
+"""The plans of normalisation: what they claim, how tensors are cut into tiles, and that every kernel compiles."""
 
 from __future__ import annotations
 
@@ -97,19 +97,19 @@ def test_sizes_are_not_compiled_in(channels_last: bool, per_image: bool) -> None
         shape = (batch, channels, side, side + 8)
         for made in plans(norm(shape, channels_last=channels_last, per_image=per_image), HOPPER):
             kernels |= {launch.kernel for launch in made.launches}
-    # Forward and backward: one launch of two block sizes and four cluster sizes; or one that reduces, in a cluster or
-    # not, and one that applies.
+    # Forward and backward: a single launch has two block sizes and four cluster sizes; two launches are one that
+    # reduces, with a cluster or without, and one that applies.
     assert len(kernels) <= 2 * (2 * 4 + 2 + 1) < len(sizes)
 
 
 @pytest.mark.parametrize("per_image", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if len(shape) == 4])
-def test_tiles_and_slices_cover_the_tensor_once(name: str, channels_last: bool, per_image: bool) -> None:
+def test_tiles_and_splits_cover_the_tensor_once(name: str, channels_last: bool, per_image: bool) -> None:
     one = norm(SHAPES[name], channels_last=channels_last, per_image=per_image)
     tiling = Tiling.of(one)
     total = one.batch * one.channels * one.pixels
-    if tiling.walks_channels_last:
+    if tiling.channels_innermost:
         assert one.channels % tiling.values == 0
         sets = one.batch if per_image else 1
         assert tiling.items * sets * one.channels == total
@@ -117,8 +117,8 @@ def test_tiles_and_slices_cover_the_tensor_once(name: str, channels_last: bool, 
     else:
         assert one.pixels % tiling.values == 0
         assert tiling.tiles * tiling.items * tiling.values == total
-    for slices in (1, 2, 7, 8, 528):
-        assert tiling.slice(slices) * slices >= tiling.items
+    for splits in (1, 2, 7, 8, 528):
+        assert tiling.split_items(splits) * splits >= tiling.items
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -130,18 +130,18 @@ def test_small_tensors_take_one_launch_and_large_ones_two_at_most(name: str) -> 
             assert len(made.launches) == 1
 
 
-def test_partial_sums_have_room() -> None:
+def test_partial_sums_fit_the_workspace() -> None:
     for channels_last in (False, True):
         one = norm((16, 3, 512, 512), torch.float32, channels_last=channels_last)
         for made in plans(one, DEVICES[1])[::2]:
             reduce, apply = made.launches
-            slices, words = reduce.grid // Tiling.of(one).tiles, apply.structs[0]
-            assert words[12] == slices  # of one block each on this GPU
+            splits, words = reduce.grid // Tiling.of(one).tiles, apply.structs[0]
+            assert words[12] == splits  # this GPU has no clusters
             assert words[13] * words[12] >= Tiling.of(one).items
-            assert made.workspace_bytes == ceil_div(slices, 1) * one.groups * 8
+            assert made.workspace_bytes == ceil_div(splits, 1) * one.groups * 8
 
 
-def test_what_is_not_claimed() -> None:
+def test_unsupported_dtypes_activations_and_empty_tensors_are_not_claimed() -> None:
     assert (
         plan.plan_backward(norm((2, 3, 4, 4), torch.float64), trains=True, wants=(True, True), device=HOPPER)
         is None

@@ -1,17 +1,18 @@
-// Fragments of mma.sync in TF32 out of boxes of the copy engine whose rows are k (pixels, images) and hold 32 channels
-// each, [k][128 bytes] swizzled. A lane reads several channels of a k at a time. Which channel is which row or column of a
-// fragment, and which row of a box which k, is chosen so that those reads meet all banks, and need no moves after them:
+// TF32 fragments of mma.sync, loaded from swizzled TMA boxes [k][128 bytes]: a row of a box is a k (a pixel, an image) and
+// holds 32 channels. A lane reads several channels of a k at a time. The assignment of channels to the rows and columns of a
+// fragment, and of the rows of a box to k, lets those reads use all banks and makes moves after them unnecessary:
 //
 //   k of a step: lanes t = lane % 4 read 2t and 2t + 1
-//   rows (A):    of a box's two tiles of 16, lanes g = lane / 4 read channels 16 i + 2g and the next
+//   rows (A):    of a box's two tiles of 16, lanes g = lane / 4 read channels 16 i + 2g and the next one
 //   columns (B): of a box's four tiles of 8, lanes g read channels 4g to 4g + 3, one for each tile
 #pragma once
 
 #include "common/mma.cuh"
 
-/// What one warp reads for 8 k of BOXES boxes, BOX_BYTES apart. `first`: where the first begins, a multiple of 1024.
+/// The A fragments of a warp for 8 k of BOXES boxes, BOX_BYTES apart. `first`: the address of the first box, a multiple of
+/// 1024.
 template <int BOXES, int BOX_BYTES>
-struct GatheredRows {
+struct RowFragments {
   uint4 of[BOXES][2];
 
   __device__ __forceinline__ void load(ptx::u32 first, int step, int lane) {
@@ -31,8 +32,9 @@ struct GatheredRows {
   }
 };
 
+/// The B fragments of a warp for 8 k of BOXES boxes.
 template <int BOXES, int BOX_BYTES>
-struct GatheredColumns {
+struct ColumnFragments {
   ptx::u32 of[BOXES][2][4];
 
   __device__ __forceinline__ void load(ptx::u32 first, int step, int lane) {
@@ -46,10 +48,10 @@ struct GatheredColumns {
   }
 };
 
-/// sums[2 * box + i][4 * box + q] += 16 rows, rounded, times 8 columns, which are rounded here.
+/// Adds to sums[2 * box + i][4 * box + q] the product of 16 rows, which are rounded already, and 8 columns, which this rounds.
 template <int M_BOXES, int N_BOXES, int ROWS_BYTES, int COLUMNS_BYTES>
-__device__ __forceinline__ void multiply_gathered(float (&sums)[M_BOXES * 2][N_BOXES * 4][4], const GatheredRows<M_BOXES, ROWS_BYTES>& rows,
-                                                  const GatheredColumns<N_BOXES, COLUMNS_BYTES>& columns) {
+__device__ __forceinline__ void multiply_fragments(float (&sums)[M_BOXES * 2][N_BOXES * 4][4], const RowFragments<M_BOXES, ROWS_BYTES>& rows,
+                                                  const ColumnFragments<N_BOXES, COLUMNS_BYTES>& columns) {
 #pragma unroll
   for (int j = 0; j < N_BOXES * 4; ++j) {
     const ptx::u32 column[2] = {ptx::round_to_nearest_tf32(columns.of[j / 4][0][j % 4]),
@@ -59,10 +61,10 @@ __device__ __forceinline__ void multiply_gathered(float (&sums)[M_BOXES * 2][N_B
   }
 }
 
-/// Calls store(number, row, column, four sums) for what this lane has: the row and the first of four columns, in the
-/// warp's boxes. Two numbers that follow one another are neighbours; `four` may be changed.
+/// Calls store(number, row, column, four sums) for each four neighbouring sums of this lane, with their row and first column in
+/// the warp's boxes. Consecutive numbers are neighbours; `store` may change the sums.
 template <int M_BOXES, int N_BOXES, typename Store>
-__device__ __forceinline__ void each_gathered(float (&sums)[M_BOXES * 2][N_BOXES * 4][4], int lane, Store store) {
+__device__ __forceinline__ void each_four_sums(float (&sums)[M_BOXES * 2][N_BOXES * 4][4], int lane, Store store) {
 #pragma unroll
   for (int b = 0; b < N_BOXES; ++b)
 #pragma unroll

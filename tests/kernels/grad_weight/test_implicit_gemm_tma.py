@@ -1,5 +1,5 @@
-"""The gradient of the weight by boxes (csrc/kernels/grad_weight/implicit_gemm_tma.cu), forced on random geometries,
-and what its plans say."""
+"""The implicit GEMM of the weight's gradient with TMA (csrc/kernels/grad_weight/implicit_gemm_tma.cu): which layers it
+computes, the limits of its tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight.implicit_gemm import reads_all_of_grad_output
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma import claims, plan_with_boxes
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import schedule_of, slice_choices, work_of
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import Boxes, candidates, shared_bytes
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma import claims, plan_with_tile
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import schedule_of, split_choices, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, shared_bytes
 from tconv_swap.runtime import launch
 from tconv_swap.runtime.program import ArgumentKind, Output, Plan
 
@@ -31,7 +31,7 @@ MASKRCNN = Geometry(256, 256, 14, 14, 256, (2, 2), (2, 2))
 AUDIO = Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
 POSE = Geometry(32, 2048, 8, 6, 256, (4, 4), (2, 2), (1, 1))
 LAYERS = (DCGAN2, UNET, CYCLEGAN, MASKRCNN, AUDIO, POSE)
-#: As in test_cuda_op.py.
+#: Relative L2 errors against float64, as in tests/cuda/test_cuda_op.py.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -42,7 +42,7 @@ def problem(
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
-def test_wide_layers_in_16_bits_and_channels_last_come_by_boxes(geometry: Geometry) -> None:
+def test_wide_layers_in_16_bits_and_channels_last_are_planned_with_tma(geometry: Geometry) -> None:
     def family(posed: plan.Problem, device: plan.Device = H200) -> str:
         return plan.plan_backward(posed, (False, True, False), device).family
 
@@ -63,39 +63,39 @@ def test_wide_layers_in_16_bits_and_channels_last_come_by_boxes(geometry: Geomet
     ],
     ids=str,
 )
-def test_what_the_copy_engine_cannot_bring_is_not_claimed(change: dict) -> None:
+def test_what_tma_cannot_load_is_not_claimed(change: dict) -> None:
     assert claims(problem(CYCLEGAN), H200)
     assert not claims(problem(replace(CYCLEGAN, **change)), H200)
 
 
-def test_few_channels_come_by_boxes_where_the_kernel_leaves_gaps() -> None:
+def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> None:
     gaps = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     part = plan.plan_backward(problem(gaps), (False, True, False), H200)
     assert part.family == "implicit_gemm_tma"
-    # Three taps beside each other, not two and one to spare.
+    # Three taps side by side, not two and one unused.
     constants = dict(part.launches[0].kernel.constants)
     assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))
     assert not claims(problem(replace(gaps, stride=(3, 3), dilation=(1, 1))), H200)
     assert not claims(problem(replace(gaps, in_channels=24)), H200)
 
 
-def choices(posed: plan.Problem, boxes: Boxes, device: plan.Device) -> list[int]:
-    """Into how many slices the pixels may be cut."""
-    tiles = pixel_tiles(posed.geometry, boxes.tile.shape)
-    return sorted(slice_choices(work_of(posed, boxes), tiles, device))
+def possible_splits(posed: plan.Problem, tma_tile: TmaTile, device: plan.Device) -> list[int]:
+    """Returns into how many splits the pixels may be cut."""
+    tiles = pixel_tiles(posed.geometry, tma_tile.tile.shape)
+    return sorted(split_choices(work_of(posed, tma_tile), tiles, device))
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
-def test_every_tile_keeps_the_limits(geometry: Geometry) -> None:
+def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(geometry: Geometry) -> None:
     posed = problem(geometry)
     found = list(candidates(posed, H200))
     assert found
-    for boxes in random.Random(0).sample(found, min(40, len(found))):
-        assert shared_bytes(posed, boxes) <= H200.shared_memory_per_block
-        for slices in choices(posed, boxes, H200):
-            part = plan_with_boxes(posed, schedule_of(posed, boxes), slices, False)
+    for tma_tile in random.Random(0).sample(found, min(40, len(found))):
+        assert shared_bytes(posed, tma_tile) <= H200.shared_memory_per_block
+        for splits in possible_splits(posed, tma_tile, H200):
+            part = plan_with_tile(posed, schedule_of(posed, tma_tile), splits, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
-            # Whole tiles may be four times what is real: taps and channels that do not fill them.
+            # Whole tiles may be four times the gradient: taps and channels may not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
             main = part.launches[0]
             for one in main.tensor_maps:
@@ -104,13 +104,13 @@ def test_every_tile_keeps_the_limits(geometry: Geometry) -> None:
                 assert all(stride % 16 == 0 for stride in one.strides)
 
 
-def test_zeros_beyond_the_input_never_meet_pixels_that_no_tap_reaches() -> None:
+def test_tiles_never_read_pixels_that_no_tap_reaches() -> None:
     """Offsets 0, 4, 8 at stride 5 leave gaps that pixels beyond the last would read."""
     geometry = Geometry(8, 64, 16, 13, 64, (1, 3), (1, 5), dilation=(1, 4))
     tiles = list(candidates(problem(geometry), H200))
-    assert {boxes.tile.cols for boxes in tiles} <= {13}
+    assert {tma_tile.tile.cols for tma_tile in tiles} <= {13}
     without = list(candidates(problem(replace(geometry, dilation=(1, 1))), H200))
-    assert {boxes.tile.cols for boxes in without} >= {8, 16}
+    assert {tma_tile.tile.cols for tma_tile in without} >= {8, 16}
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -143,9 +143,9 @@ def random_geometry(rng: random.Random) -> Geometry:
             return geometry
 
 
-def forced(posed: plan.Problem, boxes: Boxes, slices: int, with_bias: bool) -> Plan:
+def forced(posed: plan.Problem, tma_tile: TmaTile, splits: int, with_bias: bool) -> Plan:
     g = posed.geometry
-    part = plan_with_boxes(posed, schedule_of(posed, boxes), slices, with_bias)
+    part = plan_with_tile(posed, schedule_of(posed, tma_tile), splits, with_bias)
     assert any(a.kind is ArgumentKind.TENSOR_MAP for a in part.launches[0].arguments)
     outputs = [Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,))]
     return Plan(part.family, part.why, tuple(outputs[: 1 + with_bias]), part.launches, part.workspace_bytes)
@@ -153,12 +153,12 @@ def forced(posed: plan.Problem, boxes: Boxes, slices: int, with_bias: bool) -> P
 
 def posed_at_random(
     rng: random.Random, dtype: torch.dtype, facts: plan.Device
-) -> tuple[plan.Problem, list[Boxes]]:
+) -> tuple[plan.Problem, list[TmaTile]]:
     while True:
         posed = plan.Problem(random_geometry(rng), dtype, "ieee", True, rng.random() < 0.5)
         tiles = list(candidates(posed, facts)) if claims(posed, facts) else []
         if rng.random() < 0.4:
-            tiles = [one for one in tiles if one.flat] or tiles
+            tiles = [one for one in tiles if one.box_per_tap_col] or tiles
         if tiles:
             return posed, tiles
 
@@ -171,22 +171,22 @@ def tensors(posed: plan.Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(64))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     posed, tiles = posed_at_random(rng, (torch.float16, torch.bfloat16)[seed % 2], facts)
-    boxes = rng.choice(tiles)
+    tma_tile = rng.choice(tiles)
     with_bias = reads_all_of_grad_output(posed)
-    made = forced(posed, boxes, rng.choice(choices(posed, boxes, facts)), with_bias)
+    made = forced(posed, tma_tile, rng.choice(possible_splits(posed, tma_tile, facts)), with_bias)
     layouts, mask = (True, posed.weight_channels_last), (False, True, with_bias)
     assert_kernel_matches(made, posed.geometry, posed.dtype, layouts, TOLERANCE[posed.dtype], mask)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "dilation"), [(13, 1), (16, 4)])
-def test_an_infinity_that_no_tap_reaches_stays_out(size: int, dilation: int) -> None:
+def test_an_infinity_that_no_tap_reads_does_not_reach_the_gradient(size: int, dilation: int) -> None:
     """Gaps between the taps, and output padding; 13 pixels fill no tile."""
     torch.manual_seed(0)
     facts = call.device_facts(0)
@@ -201,8 +201,8 @@ def test_an_infinity_that_no_tap_reaches_stays_out(size: int, dilation: int) -> 
     grad = grad.masked_fill(~reached, float("inf")).contiguous(memory_format=torch.channels_last)
     tiles = list(candidates(posed, facts))
     assert tiles
-    for boxes in random.Random(0).sample(tiles, min(6, len(tiles))):
-        made = forced(posed, boxes, 1, False)
+    for tma_tile in random.Random(0).sample(tiles, min(6, len(tiles))):
+        made = forced(posed, tma_tile, 1, False)
         handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
         (gradient,) = torch.ops.tconv_swap.launch.default(handle, [grad, x, None])
         assert torch.isfinite(gradient).all(), made.why

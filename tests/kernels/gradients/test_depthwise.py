@@ -1,5 +1,4 @@
-"""The gradients of depthwise layers from one pass (csrc/kernels/gradients/depthwise.cu): what its plans say, and the
-kernel forced on random geometries."""
+"""gradients/depthwise: its plans, and its kernel on random geometries."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
-from tconv_swap.kernels.gradients.depthwise import Walk, lags, meets_all, walk_of
+from tconv_swap.kernels.gradients.depthwise import DepthwiseTile, lags, meets_all, tile_of
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 TURING = plan.Device("sm_75", 30, 64 << 10)
@@ -41,7 +40,7 @@ def test_every_gradient_comes_from_one_pass(geometry: Geometry, channels_last: b
         made = plan.plan_backward(problem(geometry, dtype, channels_last), ALL, H200)
         assert made.family == "depthwise"
         entries = [step.kernel.entry for step in made.launches]
-        # Grad_weight and grad_bias are added up in a fixed order.
+        # Launches of their own add up the partial sums of grad_weight and grad_bias, in a fixed order.
         assert entries == ["gradients_depthwise", "split_k_reduce", "split_k_reduce"]
         assert [output.shape for output in made.outputs] == [
             geometry.input_shape,
@@ -51,7 +50,7 @@ def test_every_gradient_comes_from_one_pass(geometry: Geometry, channels_last: b
         assert made.launches[0].shared_bytes <= TURING.shared_memory_per_block
 
 
-def test_what_is_claimed() -> None:
+def test_the_planner_takes_the_family_where_a_thread_can_keep_its_taps() -> None:
     def claimed(posed: plan.Problem, device: plan.Device = H200) -> bool:
         return plan.plan_backward(posed, (True, True, False), device).family == "depthwise"
 
@@ -59,11 +58,11 @@ def test_what_is_claimed() -> None:
     assert not claimed(problem(replace(CENTERNET, out_channels=128)))
     assert not claimed(problem(CENTERNET.with_batch(0)))
     assert not claimed(problem(CENTERNET, torch.float64))
-    # More taps than a thread can keep, whoever shares them.
+    # More taps than a thread can keep, however many threads share a tile.
     assert not claimed(problem(Geometry(2, 8, 20, 20, 8, (9, 9), groups=8)))
 
 
-def test_the_bias_has_a_pass_of_its_own_where_the_taps_do_not_meet_all_of_grad_output() -> None:
+def test_the_bias_has_a_launch_of_its_own_where_the_taps_do_not_meet_all_of_grad_output() -> None:
     gaps = Geometry(4, 32, 20, 20, 32, (2, 2), (3, 3), groups=32)
     beyond = replace(CENTERNET, padding=(0, 0), output_padding=(1, 1))
     assert meets_all(CENTERNET)
@@ -82,10 +81,10 @@ def test_partial_sums_are_bounded_whatever_the_batch(geometry: Geometry, batch: 
         part = gradients_depthwise.plan_gradients(posed, ALL, H200)
         assert part is not None
         assert part.workspace_bytes <= WORKSPACE_LIMIT_BYTES
-        walk = walk_of(posed, ALL, H200)
-        assert walk is not None
-        # What one step of a walk meets of the kernel's rows is all of them.
-        assert walk.phases * walk.phase_rows * lags(geometry) >= geometry.kernel[0]
+        tile = tile_of(posed, ALL, H200)
+        assert tile is not None
+        # Each step of a tile meets all rows of the kernel.
+        assert tile.phases * tile.phase_rows * lags(geometry) >= geometry.kernel[0]
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -119,26 +118,26 @@ def random_geometry(rng: random.Random) -> Geometry:
             return geometry
 
 
-def random_walk(rng: random.Random, posed: plan.Problem, mask: tuple[bool, ...]) -> Walk | None:
-    """The walk that would be taken, cut into other pieces."""
-    walk = walk_of(posed, mask, rng.choice((H200, TURING)))
-    return None if walk is None else replace(walk, rows=rng.choice((walk.rows, 3, 8)))
+def random_tile(rng: random.Random, posed: plan.Problem, mask: tuple[bool, ...]) -> DepthwiseTile | None:
+    """Returns the tile that the planner takes, with a random number of rows."""
+    tile = tile_of(posed, mask, rng.choice((H200, TURING)))
+    return None if tile is None else replace(tile, rows=rng.choice((tile.rows, 3, 8)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(20))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, in poisoned memory, and the same bits again."""
+def test_random_geometries_match_float64(seed: int) -> None:
+    """In poisoned memory, and the same bits again."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     facts = call.device_facts(0)
-    walk = None
-    while walk is None:
+    tile = None
+    while tile is None:
         g, dtype, channels_last = random_geometry(rng), rng.choice(DTYPES), rng.random() < 0.5
         mask = (rng.random() < 0.8, rng.random() < 0.8, rng.random() < 0.5 and meets_all(g))
         posed = problem(g, dtype, channels_last)
         if gradients_depthwise.plan_gradients(posed, mask, facts) is not None:
-            walk = random_walk(rng, posed, mask)
-    part = gradients_depthwise.plan_with_walk(posed, walk, mask, facts)
+            tile = random_tile(rng, posed, mask)
+    part = gradients_depthwise.plan_with_tile(posed, tile, mask, facts)
     layouts = (channels_last, channels_last)
     assert_kernel_matches(part, g, dtype, layouts, TOLERANCE[dtype], mask)

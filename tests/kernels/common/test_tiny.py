@@ -1,4 +1,5 @@
-"""Tiny problems (csrc/kernels/tiny_*.cu): what is claimed, what the plans say, tensors that are read as they lie."""
+"""The tiny family (forward/tiny.cu, gradients/tiny.cu): when the planner takes it, its plans, and operands with any
+strides, which it reads without a copy."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def problem(
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_one_launch_does_all(channels_last: bool) -> None:
+def test_one_launch_computes_everything(channels_last: bool) -> None:
     posed = problem(channels_last=channels_last)
     made = plan.plan_forward(posed, True, H200)
     assert (made.family, len(made.launches), made.workspace_bytes) == ("tiny", 1, 0)
@@ -47,7 +48,7 @@ def test_one_launch_does_all(channels_last: bool) -> None:
         for backend in ("auto", "kernel"):
             (step,) = choice.choose_backward(posed, mask, H200, backend)
             assert step.plan is not None
-            # The gradient of the input alone is one launch of the narrow family's too, and is left to it.
+            # The narrow family also computes the gradient of the input alone by one launch, and faster.
             family = "narrow_mma" if mask == (True, False, False) and not channels_last else "tiny"
             assert (step.family, len(step.plan.launches), step.plan.workspace_bytes) == (family, 1, 0)
             shapes = SMALL.input_shape, SMALL.weight_shape, (SMALL.out_channels,)
@@ -56,8 +57,8 @@ def test_one_launch_does_all(channels_last: bool) -> None:
             ]
 
 
-def test_what_one_launch_of_another_family_does_is_left_to_it() -> None:
-    """It is the faster: the same launches, and kernels made for the problem."""
+def test_another_family_that_needs_one_launch_comes_first() -> None:
+    """It is faster: it has as many launches, and its kernels are compiled for the layer."""
     assert tiny_family.claims(problem())
     assert plan.plan_forward(problem(), True, TURING).family == "narrow_ffma"
     assert plan.plan_backward(problem(), (True, False, False), TURING).family == "general"
@@ -66,7 +67,8 @@ def test_what_one_launch_of_another_family_does_is_left_to_it() -> None:
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_each_gradient_has_the_threads_that_it_needs(mask: tuple[bool, ...]) -> None:
-    """Threads for each element of the input's, warps for the others; none for what nobody asks for."""
+    """A thread for each element of grad_input, a warp for each of the others, none for gradients outside of the
+    mask."""
     made = tiny_family.plan_backward(problem(), mask)
     assert made is not None
     (launch,) = made.launches
@@ -93,7 +95,7 @@ def test_each_gradient_has_the_threads_that_it_needs(mask: tuple[bool, ...]) -> 
     ],
     ids=str,
 )
-def test_what_is_larger_is_not_claimed(change: dict) -> None:
+def test_the_family_does_not_compute_larger_problems(change: dict) -> None:
     larger = problem(replace(SMALL, **change))
     assert tiny_family.claims(problem())
     assert not tiny_family.claims(larger)
@@ -101,18 +103,17 @@ def test_what_is_larger_is_not_claimed(change: dict) -> None:
     assert plan.plan_backward(larger, (True, True, True), H200).family != "tiny"
 
 
-def test_an_output_that_is_mostly_bias_is_not_claimed() -> None:
-    """Few products, many outputs."""
+def test_the_family_does_not_compute_large_outputs_of_few_products() -> None:
     sparse = Geometry(1, 4096, 1, 1, 4096, (1, 1), (16, 16), output_padding=(15, 15), groups=4096)
     assert sparse.macs < tiny_family.MAX_MACS
     assert not tiny_family.claims(problem(sparse))
 
 
-def test_float64_is_left_to_others() -> None:
+def test_the_family_does_not_compute_float64() -> None:
     assert not tiny_family.claims(problem(dtype=torch.float64))
 
 
-def test_one_kernel_serves_every_geometry_and_layout() -> None:
+def test_one_kernel_computes_every_geometry_and_layout() -> None:
     geometries = SMALL, replace(SMALL, batch=1, kernel=(3, 1)), Geometry(1, 6, 5, 7, 9, (2, 3), groups=3)
     posed = [problem(g, channels_last=last) for g, last in product(geometries, (False, True))]
     plans = [
@@ -123,12 +124,12 @@ def test_one_kernel_serves_every_geometry_and_layout() -> None:
     assert None not in plans
 
 
-def test_an_input_lies_as_a_plan_is_told() -> None:
+def test_the_strides_of_an_operand_become_arguments_of_the_launch() -> None:
     made = tiny_family.plan_backward(problem(), (True, True, True))
     assert made is not None
     assert made.read_as_they_lie == {0, 1, 2}
-    told = made.with_strides({0: (0, 0, 0, 0), 2: (1, 2, 3, 4)})
-    before, after = made.launches[0].structs, told.launches[0].structs
+    with_other_strides = made.with_strides({0: (0, 0, 0, 0), 2: (1, 2, 3, 4)})
+    before, after = made.launches[0].structs, with_other_strides.launches[0].structs
     assert after == (before[0], (0, 0, 0, 0), before[2], (1, 2, 3, 4), *before[4:])
     assert before[1] == torch.empty(SMALL.output_shape).stride()
     assert plan.plan_forward(problem(SMALL.with_batch(64)), True, H200).read_as_they_lie == frozenset()
@@ -149,7 +150,7 @@ def tensors(size: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_an_expanded_gradient_is_not_copied(gpu: GPU) -> None:
-    """That of a sum is one number."""
+    """The gradient of a sum is one number with strides of 0."""
     x, w, _ = tensors()
     expanded = torch.ones(()).expand(1, 8, 4, 4)
     for grad in (expanded, expanded.clone(), expanded):
@@ -161,7 +162,7 @@ def test_an_expanded_gradient_is_not_copied(gpu: GPU) -> None:
     assert len(set(gpu.launched)) == 2
 
 
-def test_what_is_larger_is_copied(gpu: GPU) -> None:
+def test_an_expanded_gradient_of_a_larger_problem_is_copied(gpu: GPU) -> None:
     x, w, _ = tensors(16)
     expanded = torch.ones(()).expand(1, 8, 32, 32)
     gpu.gradients(expanded, x, w, [True, True, True])
@@ -170,16 +171,16 @@ def test_what_is_larger_is_copied(gpu: GPU) -> None:
 
 def test_operands_are_not_copied(gpu: GPU) -> None:
     x, w, b = tensors()
-    lying = (
+    operands = (
         x.transpose(2, 3).contiguous().transpose(2, 3),
         w.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
         b,
     )
-    torch.testing.assert_close(gpu.output(*lying), F.conv_transpose2d(x, w, b, 2, 1), rtol=1e-4, atol=1e-4)
-    assert gpu.received[-1][:2] == [(one.data_ptr(), one.stride()) for one in lying[:2]]
+    torch.testing.assert_close(gpu.output(*operands), F.conv_transpose2d(x, w, b, 2, 1), rtol=1e-4, atol=1e-4)
+    assert gpu.received[-1][:2] == [(one.data_ptr(), one.stride()) for one in operands[:2]]
 
 
-def test_a_bias_that_has_gaps_is_copied(gpu: GPU) -> None:
+def test_a_bias_with_gaps_is_copied(gpu: GPU) -> None:
     x, w, b = tensors()
     gaps = torch.stack((b, b), 1)[:, 0]
     torch.testing.assert_close(
@@ -189,7 +190,7 @@ def test_a_bias_that_has_gaps_is_copied(gpu: GPU) -> None:
     assert gpu.received[-1][2][1] == (1,)
 
 
-def test_strides_of_more_than_32_bits_are_not_told() -> None:
+def test_strides_of_more_than_32_bits_make_a_copy_necessary() -> None:
     made = tiny_family.plan_backward(problem(), (True, True, True))
     assert made is not None
     far = torch.empty(2, 1, 1, 1, device="meta").as_strided((2, 1, 1, 1), (1 << 31, 1, 1, 1))
@@ -228,7 +229,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(24))
-def test_forced_on_random_geometries(seed: int) -> None:
+def test_random_geometries_match_float64(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     geometry, dtype = random_geometry(rng), tiny_family.DTYPES[seed % 3]
@@ -251,27 +252,27 @@ def _misaligned(one: Tensor) -> Tensor:
     return torch.cat((one.new_zeros(1), one.flatten()))[1:].view(one.shape)
 
 
-def _turned(one: Tensor) -> Tensor:
+def _transposed(one: Tensor) -> Tensor:
     return one.transpose(-1, -2).contiguous().transpose(-1, -2) if one.dim() == 4 else one
 
 
-LYING: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "strided": _strided,
     "misaligned": _misaligned,
-    "turned": _turned,
+    "transposed": _transposed,
     "expanded": lambda one: one.flatten()[0].expand(one.shape),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("lying", LYING)
-def test_tensors_are_read_as_they_lie(lying: str, index: int) -> None:
-    """Input, weight, bias, and the gradient of the output."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands_of_any_strides_match_float64(layout: str, index: int) -> None:
+    """One of input, weight, bias and grad_output has the layout."""
     torch.manual_seed(0)
     shapes = (2, 6, 4, 5), (6, 4, 3, 3), (4,), (2, 4, 7, 9)
     given = [torch.randn(shape, device="cuda") for shape in shapes]
-    given[index] = LYING[lying](given[index])
+    given[index] = LAYOUTS[layout](given[index])
     *operands, grad = given
     leaves = [one.detach().requires_grad_() for one in operands]
     assert leaves[index % 3].stride() == operands[index % 3].stride()

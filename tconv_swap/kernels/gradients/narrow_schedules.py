@@ -1,4 +1,4 @@
-"""How many tiles of the narrow gradients a layer has, whatever its sizes."""
+"""The number of tiles that the narrow gradients of a layer have, whatever its sizes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.problem import Device, Problem
 
-#: Kernels of each gradient that a layer has over all sizes, of all families; and of these narrow ones at most.
-MOST_KERNELS, MOST_NARROW = 4, 3
+#: The most kernels of each gradient that a layer has over all sizes, of all families; and the most of the narrow
+#: family.
+MAX_KERNELS, MAX_NARROW = 4, 3
 
 
 @lru_cache(maxsize=1024)
-def most_schedules(layer: Problem, device: Device) -> int:
-    """Less by what computes both gradients of some sizes in one pass, and by the general kernel, which computes what
-    would leave too many sums of many taps."""
+def max_schedules(layer: Problem, device: Device) -> int:
+    """Returns how many tiles each narrow gradient of a layer may have. Subtracted are the kernels that compute
+    both gradients of some sizes in one pass, and, for many taps, the general kernel, which computes what would
+    leave too many partial sums."""
     others = max(
         gradients_narrow_joint.kernels_of(layer, device), gradients_large_kernel.kernels_of(layer, device)
     )
     others += layer.geometry.taps >= MANY_TAPS
-    return min(MOST_NARROW, MOST_KERNELS - others)
+    return min(MAX_NARROW, MAX_KERNELS - others)
 
 
 def loads_every_size(layer: Problem, load: int) -> bool:
-    """Whether rows of grad_output hold whole loads whatever the size; of many taps, those without output padding."""
+    """Whether rows of grad_output hold whole loads whatever the size; for many taps, of sizes without output
+    padding."""
     if layer.channels_last or load == 1:
         return True
     g = layer.geometry

@@ -1,4 +1,4 @@
-"""All gradients of a layer whose input is one pixel (csrc/kernels/gradients/gemm.cu), and what its plans say."""
+"""gradients/gemm: all gradients of a layer whose input is one pixel; its plans, and its kernel on random geometries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tconv_swap.kernels.gradients import gemm as gradients_gemm
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
 MASKS = [(True, True, False), (True, True, True), (True, False, False), (False, True, True)]
-#: Of either product, and of the bias relative to the sum of magnitudes; as in test_cuda_op.py.
+#: Tolerances of both products, and of the bias relative to the sum of magnitudes, as in tests/cuda/test_cuda_op.py.
 TOLERANCE = {torch.float32: (1e-3, 1e-6), torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
 
 
@@ -30,13 +30,13 @@ def problem(
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_one_launch_makes_all_gradients(dtype: torch.dtype, channels_last: bool) -> None:
+def test_one_launch_computes_all_gradients(dtype: torch.dtype, channels_last: bool) -> None:
     posed = problem(dtype=dtype, channels_last=channels_last)
     for mask in MASKS:
         made = plan.plan_backward(posed, mask, H200)
         assert made.family == "gemm"
         assert len(made.outputs) == sum(mask)
-        # The sums of grad_input, and those of the bias, are added up in launches of their own.
+        # Launches of their own add up the partial sums of grad_input and of the bias.
         assert len(made.launches) == 1 + mask[0] + mask[2]
         assert made.launches[0].shared_bytes <= H200.shared_memory_per_block
 
@@ -55,12 +55,12 @@ def test_one_launch_makes_all_gradients(dtype: torch.dtype, channels_last: bool)
     ],
     ids=str,
 )
-def test_what_is_not_claimed(change: dict) -> None:
+def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
     assert gradients_gemm.claims(problem(), H200)
     assert not gradients_gemm.claims(problem(replace(LATENT, **change)), H200)
 
 
-def test_only_what_tensor_cores_of_hopper_multiply() -> None:
+def test_the_family_computes_tf32_in_one_layout_on_sm_90a_only() -> None:
     assert not gradients_gemm.claims(replace(problem(), precision="ieee"), H200)
     assert not gradients_gemm.claims(replace(problem(), weight_channels_last=True), H200)
     assert not gradients_gemm.claims(problem(), replace(H200, architecture="sm_80"))
@@ -75,11 +75,11 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Right against float64 out of poisoned memory, and the same bits again."""
+def test_random_geometries_match_float64(seed: int) -> None:
+    """In poisoned memory, and the same bits again."""
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
-        pytest.skip("needs the copy engine")
+        pytest.skip("needs sm_90a (TMA)")
     rng = random.Random(seed)
     torch.manual_seed(seed)
     posed = problem(random_geometry(rng), list(TOLERANCE)[seed % 3], rng.random() < 0.5)

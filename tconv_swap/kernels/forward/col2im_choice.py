@@ -1,0 +1,93 @@
+"""The tiles of csrc/kernels/forward/col2im.cu that a layer has, whatever its sizes, and which of them computes one
+size. Pure functions of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+
+from tconv_swap.kernels.common.layer_sizes import of_any_size
+from tconv_swap.kernels.forward.col2im_tile import WARP_PIXELS, Tile, column_tiles, fits
+from tconv_swap.kernels.problem import Device, Problem
+
+#: The columns of the nominal maps for which the tiles of a layer are chosen; their images and rows are as many.
+NOMINAL_COLUMNS = (32, 64, 128)
+
+
+def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
+    """Returns the ``count`` tiles that are expected to be the fastest for this size, the best first: those of the
+    layer, then, for tuning to measure, all others."""
+    layer = replace(problem, geometry=of_any_size(problem.geometry))
+    found = [tile for tile in schedules(layer, device) if column_tiles(problem, tile)[1]]
+    found.sort(key=lambda tile: (column_tiles(problem, tile)[1] * tile.columns, -tile.columns))
+    if len(found) < count:
+        found = list(dict.fromkeys([*found, *rank(problem, device)]))
+    return found[:count]
+
+
+@lru_cache(maxsize=256)
+def schedules(layer: Problem, device: Device) -> tuple[Tile, ...]:
+    """Returns the tiles for all sizes of ``layer``, which ``of_any_size`` made: the best for each nominal map."""
+    found: dict[Tile, None] = {}
+    for columns in NOMINAL_COLUMNS:
+        geometry = replace(layer.geometry, batch=columns, height=columns, width=columns)
+        if min(geometry.out_height, geometry.out_width) > 0:
+            found.update(dict.fromkeys(rank(replace(layer, geometry=geometry), device)[:1]))
+    return tuple(found)
+
+
+def rank(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles, the one that is expected to be the fastest first; none where none fits.
+
+    As measured on an H200, many blocks of few pixels are best where a tile holds whole rows, and blocks of 128 columns
+    where rows are long.
+    """
+    tiles: dict[Tile, None] = {}
+    panels = _panels(problem)
+    whole = problem.geometry.width <= 64
+    sizes = ((64, 4), (64, 3), (128, 2), (64, 2)) if whole else ((128, 2), (128, 1), (64, 3), (64, 2))
+    for pixels, blocks in (*sizes, (128, 1), (64, 1)):
+        for (panel_pixels, step_panels), buffers, stages in product(panels, (2, 1), (4, 3, 2)):
+            columns = panel_pixels * step_panels
+            tile = Tile(panel_pixels, step_panels, max(1, pixels // columns), buffers, stages, blocks)
+            if columns <= pixels and fits(problem, tile, device):
+                tiles[tile] = None
+    return list(tiles)
+
+
+def _panels(problem: Problem) -> list[tuple[int, int]]:
+    """Returns (pixels of a panel, panels of a row) of at most 128 pixels; those that multiply the fewest columns come
+    first."""
+    panels = [(16, 1), (32, 1), (64, 1), (128, 1)]
+    if not problem.channels_last:
+        lines = [line // problem.dtype.itemsize for line in (128, 64, 32)]
+        panels = [(pixels, n) for pixels in lines for n in (1, 2, 3, 4) if pixels >= 16 and pixels * n <= 128]
+
+    def multiplied(panel: tuple[int, int]) -> tuple[int, int, int]:
+        columns = panel[0] * panel[1]
+        return column_tiles(problem, _with_panels(panel))[1] * columns, -columns, panel[1]
+
+    return sorted((p for p in panels if column_tiles(problem, _with_panels(p))[1]), key=multiplied)
+
+
+def _with_panels(panel: tuple[int, int]) -> Tile:
+    """Returns a tile with these panels, whose other fields do not matter for its columns."""
+    return Tile(*panel, step_rows=1, buffers=1, stages=2, blocks_per_multiprocessor=1)
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
+    """Yields every kind of tile that the kernel computes; ``rank`` returns those that are worth measuring."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    panels = [(16, 1), (32, 1), (64, 1), (128, 1)]
+    if not problem.channels_last:
+        panels = [(line // item, count) for line in (32, 64, 128) for count in (1, 2, 3, 4)]
+    for (panel_pixels, step_panels), step_rows in product(panels, (1, 2, 4, 8)):
+        columns = panel_pixels * step_panels
+        if panel_pixels < WARP_PIXELS or columns >= 2 * max(geometry.width, panels[0][0]):
+            continue
+        for blocks, buffers, stages in product((1, 2, 3, 4), (2, 1), (6, 4, 3, 2)):
+            tile = Tile(panel_pixels, step_panels, step_rows, buffers, stages, blocks)
+            if fits(problem, tile, device):
+                yield tile

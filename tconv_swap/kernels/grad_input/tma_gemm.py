@@ -1,0 +1,55 @@
+"""What the planners share of the two families that load both operands through TMA: grad_input/implicit_gemm_tma.py and
+grad_input/im2col.py. Their kernels share csrc/kernels/grad_input/tma_gemm.cuh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.program import ElementKind
+
+#: The elements of tensor maps, by the precision of the products.
+ELEMENT_KINDS = {
+    "TF32": ElementKind.TFLOAT32,
+    "FP16": ElementKind.FLOAT16,
+    "BF16": ElementKind.BFLOAT16,
+}
+#: The numbers of splits; more never paid.
+SPLITS = (2, 4)
+
+_Tile = TypeVar("_Tile", TmaTile, Im2colTile)
+
+
+def may_load(problem: StridedProblem, device: Device) -> bool:
+    """Returns whether the device has TMA and wgmma (sm_90a), and they take the problem's elements."""
+    return (
+        device.architecture == "sm_90a"
+        and problem.geometry.batch > 0
+        and problem.dtype != torch.float64
+        and problem.precision in ELEMENT_KINDS
+    )
+
+
+def grad_input_elements(problem: StridedProblem) -> int:
+    """Returns how many elements grad_input has."""
+    geometry = problem.geometry
+    return geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+
+
+def for_size(
+    tile: _Tile, problem: StridedProblem, legal: Callable[[StridedProblem, _Tile], bool]
+) -> Iterator[_Tile]:
+    """Yields the tile with each number of splits that this size allows."""
+    count = grad_input_elements(problem)
+    for splits in SPLITS if tile.splits > 1 else (1,):
+        one = replace(tile, splits=splits) if splits != tile.splits else tile
+        if (splits == 1 or 4 * count * splits <= WORKSPACE_LIMIT_BYTES) and legal(problem, one):
+            yield one

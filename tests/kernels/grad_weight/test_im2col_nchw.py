@@ -1,0 +1,59 @@
+"""The gradient of the weight in TF32 and NCHW with grad_output read where it lies
+(csrc/kernels/grad_weight/im2col_nchw.cu): the limits of its tiles, and random tiles on random geometries."""
+
+from __future__ import annotations
+
+import pytest
+from grad_weight_cases import H200, STRIDED, assert_random_tile_matches, tf32_problem
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.grad_weight import im2col_nchw
+from tconv_swap.kernels.grad_weight.im2col_nchw_tile import MAX_MULTIPLIES, columns_of, pixels_of
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_every_tile_keeps_the_limits_of_tma_and_holds_what_its_taps_read(geometry: Geometry) -> None:
+    g, posed = geometry, tf32_problem(geometry)
+    tiles = im2col_nchw.tiles_for(posed, H200, with_bias=False)
+    assert tiles
+    for tile in tiles:
+        made = im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False)
+        step = next(step for step in made.launches if step.kernel.entry == "grad_weight_im2col_nchw")
+        assert step.shared_bytes <= H200.shared_memory_per_block
+        for one in step.tensor_maps:
+            assert all(stride % 16 == 0 for stride in one.strides)
+            assert all(1 <= size <= 256 for size in one.box)
+            assert one.box[0] % 4 == 0
+        pixels, columns = tile.pixels, columns_of(g, tile.pixels)
+        assert columns.left_halo % 4 == 0
+        end = columns.boxes * columns.box_cols - columns.left_halo
+        last = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] - g.padding[1]
+        if columns.whole:
+            assert end >= g.out_width
+        else:
+            assert pixels.cols * g.stride[1] % 4 == 0
+            assert columns.left_halo >= g.padding[1]
+            assert end > last
+        assert tile.splits * weight_bytes(g) <= max(PARTIAL_LIMIT_BYTES, weight_bytes(g))
+        assert pixels.stages(g) * pixels.count <= tile.splits * 8 * MAX_MULTIPLIES
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometry) -> None:
+    g = geometry
+    for pixels in pixels_of(g):
+        below = -(-g.height // pixels.rows) * pixels.rows > g.height
+        right = -(-g.width // pixels.cols) * pixels.cols > g.width
+        assert not below or g.height * g.stride[0] - g.padding[0] >= g.out_height
+        assert not right or g.width * g.stride[1] - g.padding[1] >= g.out_width
+        assert pixels.images == 1 or pixels.rows * pixels.cols % pixels.box == 0
+        assert not pixels.has_halo or pixels.cols % pixels.box == 0
+        assert pixels.count % 8 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [False, True], ids=["weight", "weight and bias"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_tiles_match_float64_on_random_geometries(seed: int, with_bias: bool) -> None:
+    assert_random_tile_matches(im2col_nchw, False, seed, with_bias)

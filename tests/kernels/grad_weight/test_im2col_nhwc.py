@@ -1,0 +1,70 @@
+"""The gradient of the weight in TF32 and channels_last (csrc/kernels/grad_weight/im2col_nhwc.cu): the limits of its
+tiles, and random tiles on random geometries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from grad_weight_cases import (
+    H200,
+    ODD,
+    STRIDED,
+    UNET,
+    WIDE,
+    assert_random_tile_matches,
+    tf32_problem,
+)
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.grad_weight import im2col_nhwc
+from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import rows_are_contiguous, stages_of
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
+    MAX_STAGES_PER_SUM,
+    PARTIAL_LIMIT_BYTES,
+    weight_bytes,
+)
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_every_tile_keeps_the_limits_of_tma_and_holds_what_its_taps_read(geometry: Geometry) -> None:
+    g, posed = geometry, tf32_problem(geometry, channels_last=True)
+    tiles = im2col_nhwc.tiles_for(posed, H200, with_bias=False)
+    assert tiles
+    for tile in tiles:
+        made = im2col_nhwc.plan_with_tile(posed, tile, H200, with_bias=False)
+        step = made.launches[0]
+        assert step.shared_bytes <= H200.shared_memory_per_block
+        assert step.grid % tile.cluster == 0
+        into, out = step.tensor_maps
+        for one in (into, out):
+            assert all(stride % 16 == 0 for stride in one.strides)
+            assert all(1 <= size <= 256 for size in one.box)
+            assert one.box[0] * 4 == one.swizzle_bytes == 128
+        p = tile.pixels
+        assert p.images * p.rows * p.cols == 32
+        # A tap reads every stride-th column of its box, from its shift on.
+        shifts = tile.shifts(g)
+        assert len(shifts) == tile.taps[1]
+        assert (out.box[1] - 1) // out.steps[1] + 1 == p.cols + max(shifts)
+        assert not tile.box_per_tap_col or not any(shifts)
+        warp_tiles = tile.taps[0] * tile.taps[1] * tile.co_boxes
+        assert warp_tiles <= 4 * tile.warpgroups
+        assert tile.splits % tile.cluster == 0
+        assert tile.copies * weight_bytes(g) <= max(PARTIAL_LIMIT_BYTES, weight_bytes(g))
+        assert stages_of(g, p) <= tile.splits * MAX_STAGES_PER_SUM
+        assert len(made.launches) == (1 if tile.copies == 1 else 2)
+
+
+def test_rows_of_all_images_are_contiguous_where_kernel_is_stride_and_nothing_is_padded() -> None:
+    assert rows_are_contiguous(UNET)
+    assert rows_are_contiguous(ODD)
+    assert not rows_are_contiguous(WIDE)  # rows of taps overlap
+    assert not rows_are_contiguous(replace(UNET, output_padding=(1, 1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [False, True], ids=["weight", "weight and bias"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_tiles_match_float64_on_random_geometries(seed: int, with_bias: bool) -> None:
+    assert_random_tile_matches(im2col_nhwc, True, seed, with_bias)
