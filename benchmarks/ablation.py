@@ -1,8 +1,9 @@
-"""What each family of kernels is worth: ``python -m benchmarks.ablation --json benchmarks/results/h200-ablation.json``.
+"""Measures what each family of kernels is worth: ``python -m benchmarks.ablation --json
+benchmarks/results/h200-ablation.json``.
 
-The suite and layers drawn at random, every family that can compute a stage against the others and PyTorch's operator.
-``benchmarks.sweep`` says how it runs. Exit codes: 0 all was measured, 1 time ran out or something failed (it is
-listed), 2 usage, or no GPU.
+On the suite and on random layers, it times every family that can compute a stage beside the others and PyTorch's
+operator. ``benchmarks.sweep`` describes how it runs. Exit codes: 0 all was measured, 1 time ran out or something failed
+(it is listed), 2 usage, or no GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from benchmarks.ablation_rows import Row, summary
 from benchmarks.layers import positive
 from benchmarks.measuring_process import Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
-from benchmarks.sweep import Sweep, add_options, measuring, shuffled
-from tconv_swap.cuda import call
+from benchmarks.sweep import Sweep, measuring, shuffled
+from benchmarks.sweep_options import current_gpu
+from benchmarks.sweep_options import make_parser as sweep_parser
 from tconv_swap.kernels.problem import Device
 from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.measurement.suite import Layer, load_suite
@@ -38,16 +40,16 @@ from tconv_swap.measurement.timing import Timing, time_interleaved
 
 BENCHMARK = "ablation"
 SECONDS = 480.0
-#: For the samples of one way to compute one stage.
+#: The seconds for the samples of one way to compute one stage.
 SECONDS_PER_WAY = 0.015
 MODES = ("tf32", "fp16")
-#: Measured last, of every so many layers.
+#: One of so many layers is measured in these modes too, at the end.
 OTHER_MODES, OTHER_SHARE = ("bf16", "fp32"), 4
 
 
 def tasks(suite: Sequence[Layer], drawn: Sequence[Layer]) -> list[Task]:
-    """All that is to be measured, in an order whose every beginning is a sample of the whole; the modes that matter
-    less last."""
+    """Returns all tasks in an order in which every prefix is a sample of the whole; the less important modes come
+    last."""
     layers = [(layer, True) for layer in suite] + [(layer, False) for layer in drawn]
     return [
         task
@@ -66,32 +68,26 @@ def tasks(suite: Sequence[Layer], drawn: Sequence[Layer]) -> list[Task]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
-    facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    facts = current_gpu()
     found = sweep(facts, options.seconds_per_way)
-    code = found.read(options)
-    if code is not None:
-        return code
-    if facts is None:
-        found.say("torch.cuda.is_available() is False: no GPU")
-        return 2
     settings = {
         "seed": SEED,
         "random_layers_of_each_class": OF_EACH_CLASS,
         "seconds_per_way": options.seconds_per_way,
     }
-    return found.main(tasks(load_suite().layers, random_layers()), settings, options)
+    return found.command(facts, lambda: tasks(load_suite().layers, random_layers()), settings, options)
 
 
 def sweep(facts: Device | None, seconds_per_way: float) -> Sweep[Task, Prepared, Row]:
-    """The benchmark on a GPU of these facts; without one, what reads its files."""
+    """Returns the benchmark for a GPU of these facts; without a GPU, it only reads files."""
     return Sweep(
         BENCHMARK,
         partial(prepare, device=facts, ways=best_of_families),  # type: ignore[arg-type]
         partial(_measuring, facts, seconds_per_way),  # type: ignore[arg-type]
         Row,
-        _told,
+        _progress_words,
         report,
         summary,
     )
@@ -109,7 +105,7 @@ def _measuring(facts: Device, seconds: float) -> Work[Prepared, list[Row]]:
     return measuring(device, measured)
 
 
-def _told(rows: Sequence[Row]) -> str:
+def _progress_words(rows: Sequence[Row]) -> str:
     return "; ".join(
         f"{row.stage} {min(row.microseconds, key=lambda name: row.microseconds[name])} "
         f"{min(row.microseconds.values()):.1f} us of {len(row.microseconds)}"
@@ -119,18 +115,17 @@ def _told(rows: Sequence[Row]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation",
-        description="Time every family of kernels on the suite and on random layers: what each is worth.",
-        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    parser = sweep_parser(
+        BENCHMARK,
+        "Time every family of kernels on the suite and on random layers: what each is worth.",
+        SECONDS,
     )
-    add_options(parser, SECONDS)
     parser.add_argument(
         "--seconds-per-way",
         type=positive(float),
         default=SECONDS_PER_WAY,
         metavar="S",
-        help="for the timing of one family in one stage of one layer (default: %(default)s)",
+        help="seconds for the timing of one family in one stage of one layer (default: %(default)s)",
     )
     return parser
 

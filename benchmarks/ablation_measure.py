@@ -1,6 +1,6 @@
-"""One direction of one layer by every family and by PyTorch's operator: prepared without a GPU, then timed on one.
+"""Times one direction of one layer with every family and with PyTorch's operator: prepares without a GPU, times on one.
 
-Preparing (plans, compiled kernels) is for processes on all cores; measuring for the one that has the GPU.
+Plans and kernels are prepared by processes on all cores; the one process that has the GPU measures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.ablation_rows import Row
 from benchmarks.families import APART, MASKS, PYTORCH, chosen, plans_of
 from benchmarks.kernels import problem_of
-from benchmarks.random_layers import class_of
+from benchmarks.stage_row import stage_fields
 from benchmarks.truth import Data, errors
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.kernels.plan import with_weight_layout
@@ -28,34 +28,34 @@ from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import Timing
 from tconv_swap.runtime import jit, launch, native
 from tconv_swap.runtime.program import Plan
-from tconv_swap.tuning import WRONG
+from tconv_swap.tuning import MAX_ERROR
 
 #: The stages that share their tensors.
 DIRECTIONS = {"forward": ("forward",), "backward": tuple(MASKS)}
-#: Called with the name of what runs next: whoever hears nothing more knows what hung or died.
+#: Called with the name of what runs next: if no further call comes, this one hangs or has died.
 Announce = Callable[[str], None]
 Call = Callable[[], list[Tensor]]
 Tensors = tuple[Tensor, Tensor, Tensor | None]
-#: Of a problem, a stage, whether there is a bias, and the GPU: the plans to measure, by a name each, and the name of
-#: what the rule takes.
+#: Returns, for a problem, a stage, whether there is a bias, and the GPU, the plans to measure by name, and the name of
+#: the plan that the rule takes.
 Ways = Callable[[Problem, str, bool, Device], tuple[dict[str, Plan], str]]
-#: Times calls side by side, given which of them the rule takes.
+#: Times calls in one run; the second argument is the name of the one that the rule takes.
 Timer = Callable[[Mapping[str, Call], str], Mapping[str, Timing]]
 TIMING = "timing"
-#: The results of a stage, as benchmarks.truth calls them.
+#: The results of a stage, by their names in benchmarks.truth.
 _RESULTS = {
     "forward": ("output",),
     "grad_input": ("grad_input",),
     "grad_weight": ("grad_weight",),
     "gradients": ("grad_input", "grad_weight"),
 }
-#: What takes so many times as long as the fastest, in one call, is not timed again.
+#: A call that takes this many times as long as the fastest is not timed again.
 HOPELESS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is prepared and measured at once."""
+    """The unit that is prepared and measured at once."""
 
     layer: Layer
     of_suite: bool
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class StagePlans:
-    """``chosen``: what the rule takes. ``failures``: families whose kernels do not compile, or that were taken out."""
+    """``chosen``: what the rule takes. ``failures``: families whose kernels do not compile, or that were removed."""
 
     problem: Problem
     chosen: str
@@ -81,7 +81,7 @@ class StagePlans:
     failures: Mapping[str, str]
 
     def without(self, family: str, why: str) -> StagePlans:
-        """The same, with one way less to measure."""
+        """Returns the same without one family."""
         plans = {name: made for name, made in self.plans.items() if name != family}
         return replace(self, plans=plans, failures={**self.failures, family: why})
 
@@ -95,12 +95,12 @@ class Prepared:
 
     @property
     def launches(self) -> int:
-        """Of all plans."""
+        """Returns the number of launches of all plans."""
         return sum(len(made.launches) for stage in self.stages.values() for made in stage.plans.values())
 
     def without(self, running: str, how: str) -> Prepared | None:
-        """The same without the way that ran when the process stopped; None: it was PyTorch's operator, or nobody's
-        fault in particular."""
+        """Returns the same without the way that ran when the process stopped; None if that was PyTorch's operator or no
+        particular way."""
         stage, _, way = running.partition("/")
         if stage not in self.stages or way == TIMING or way not in self.stages[stage].plans:
             return None
@@ -110,7 +110,7 @@ class Prepared:
 def best_of_families(
     problem: Problem, stage: str, has_bias: bool, device: Device
 ) -> tuple[dict[str, Plan], str]:
-    """The best plan of each family, by the family's name."""
+    """Returns the best plan of each family, by the family's name."""
     plans = plans_of(problem, stage, has_bias, device)
     return plans, chosen(problem, stage, has_bias, device, plans)
 
@@ -118,7 +118,7 @@ def best_of_families(
 def prepare(
     task: Task, device: Device, ways: Ways, directions: Mapping[str, tuple[str, ...]] = DIRECTIONS
 ) -> Prepared:
-    """Plan and compile; needs no GPU. ``directions``: the stages to measure of each."""
+    """Plans and compiles; needs no GPU. ``directions``: the stages to measure of each."""
     problem = problem_of(task.layer, MODES[task.mode], task.layout)
     if task.direction == "backward":
         problem = with_weight_layout(problem, problem.channels_last)
@@ -134,7 +134,7 @@ def prepare(
                 failures[family] = first_line(error)
                 del plans[family]
         if stage == "gradients" and not plans:
-            continue  # nothing that computing both apart does not show
+            continue  # computing both gradients separately shows the same
         stages[stage] = StagePlans(problem, taken, plans, failures)
     return Prepared(task, stages)
 
@@ -146,13 +146,13 @@ def measure(
     timer: Timer,
     announce: Announce,
 ) -> list[Row]:
-    """The rows of a task.
+    """Returns the rows of a task.
 
-    PyTorch's operator comes first. Where something differs from its result, float64 says which of the two is wrong;
-    that is not timed but a failure.
+    PyTorch's operator comes first. If a result differs from its result, float64 decides which of the two is wrong; a
+    wrong way is not timed but noted as a failure.
 
     Raises:
-        RuntimeError: there is no memory for the tensors themselves.
+        RuntimeError: there is not enough memory for the tensors themselves.
         SystemExit: the GPU is lost.
     """
     task, rows = prepared.task, []
@@ -164,7 +164,7 @@ def measure(
             calls, failures = _calls(stage, planned, tensors, device, architecture, announce)
             if stage == "gradients" and {"grad_input", "grad_weight"} <= fastest.keys():
                 calls[APART] = _both(fastest["grad_input"], fastest["grad_weight"])
-            times = _that_agree(calls, planned.problem, stage, tensors, failures, device, announce)
+            times = _timed_if_right(calls, planned.problem, stage, tensors, failures, device, announce)
             if not times:
                 continue
             limit = HOPELESS * min(times.values())
@@ -179,13 +179,7 @@ def measure(
 
 def _row(task: Task, stage: str, chosen: str, times: Mapping[str, float], failures: Mapping[str, str]) -> Row:
     return Row(
-        layer=task.layer.name,
-        geometry=str(task.layer),
-        layer_class=class_of(task.layer.geometry),
-        of_suite=task.of_suite,
-        mode=task.mode,
-        layout=task.layout,
-        stage=stage,
+        **stage_fields(task.layer, task.of_suite, task.mode, task.layout, stage),
         chosen=chosen,
         microseconds=times,
         failures=failures,
@@ -193,7 +187,7 @@ def _row(task: Task, stage: str, chosen: str, times: Mapping[str, float], failur
 
 
 def _tensors(problem: Problem, task: Task, device: torch.device) -> Tensors:
-    """Random ones that lie as the problem's: input, weight, bias, or grad_output, input, weight."""
+    """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
     g = problem.geometry
     generator = torch.Generator(device).manual_seed(zlib.crc32(task.layer.name.encode()))
 
@@ -216,11 +210,11 @@ def _calls(
     architecture: str,
     announce: Announce,
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """What computes the stage, PyTorch's operator first, and why others do not."""
+    """Returns the calls that compute the stage, PyTorch's operator first, and why the others do not."""
     calls: dict[str, Call] = {}
     failures = dict(planned.failures)
     if PYTORCH not in failures:
-        calls[PYTORCH] = partial(pytorchs, planned.problem, stage, tensors)
+        calls[PYTORCH] = partial(by_pytorch, planned.problem, stage, tensors)
     for family, made in planned.plans.items():
         announce(f"{stage}/{family}")
         try:
@@ -232,8 +226,8 @@ def _calls(
     return calls, failures
 
 
-def pytorchs(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
-    """What PyTorch's operator computes of a stage."""
+def by_pytorch(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
+    """Returns what PyTorch's operator computes in a stage."""
     g = problem.geometry
     arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     first, second, third = tensors
@@ -247,7 +241,7 @@ def _both(grad_input: Call, grad_weight: Call) -> Call:
     return lambda: [*grad_input(), *grad_weight()]
 
 
-def _that_agree(
+def _timed_if_right(
     calls: Mapping[str, Call],
     problem: Problem,
     stage: str,
@@ -256,15 +250,15 @@ def _that_agree(
     device: torch.device,
     announce: Announce,
 ) -> dict[str, float]:
-    """Those that run and give the right result, which is that of the first until another differs, with the microseconds
-    of one call, launch and all; ``failures`` learns of the others."""
+    """Returns the microseconds of one call, with its launch, of each call that gives the right result: that of the
+    first, until another differs. Adds the others to ``failures``."""
     truth: list[Tensor] = []
     times: dict[str, float] = {}
     for name, call in calls.items():
         announce(f"{stage}/{name}")
         try:
             for result in call():
-                result.fill_(math.nan)  # freed at once: the next call takes its memory
+                result.fill_(math.nan)  # freed at once, so that the next call gets this memory
             synchronize(device)
             begin = perf_counter()
             results = call()
@@ -292,7 +286,7 @@ def _that_agree(
 
 
 def _from_float64(results: Sequence[Tensor], problem: Problem, stage: str, tensors: Tensors) -> float:
-    """Relative L2 distance of the worst result."""
+    """Returns the relative L2 distance of the worst result."""
     first, second, third = tensors
     if stage == "forward":
         data = Data(first, second, third, first)
@@ -306,16 +300,16 @@ def _from_float64(results: Sequence[Tensor], problem: Problem, stage: str, tenso
 
 
 def _distance(found: Tensor, truth: Tensor) -> float:
-    """Relative L2 distance."""
+    """Returns the relative L2 distance."""
     return float((found - truth).float().norm() / truth.float().norm().clamp_min(1e-30))
 
 
 def _allowed(problem: Problem) -> float:
-    return WRONG["tf32" if problem.is_tf32 else str(problem.dtype).removeprefix("torch.")]
+    return MAX_ERROR["tf32" if problem.is_tf32 else str(problem.dtype).removeprefix("torch.")]
 
 
 def check_alive(device: torch.device) -> None:
-    """End the process where the GPU's context is lost: nothing would run in it any more."""
+    """Ends the process if the GPU's context is lost: nothing could run in it any more."""
     try:
         synchronize(device)
     except RuntimeError as error:
@@ -323,6 +317,6 @@ def check_alive(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done everything."""
+    """Waits until a GPU has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What the rows of the ablation say, as Markdown."""
+"""Writes the conclusions from the rows of the ablation as Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.ablation_rows import Row, Worth, regrets, verdicts, worst, worth
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Tables: the worth of each family in each stage, the verdicts, the regret of the rule."""
+    """Returns tables: the worth of each family in each stage, the verdicts, the regret of the rule."""
     if not rows:
         return "nothing was measured"
     return "\n\n".join((_worths(rows), _verdicts(rows), _regrets(rows), _worst(rows)))
@@ -26,7 +26,7 @@ def _worths(rows: Sequence[Row]) -> str:
             f"| {one.stage} | {one.family} | {one.rows} | {one.wins} | {one.margin:.2f} | {one.of_stage:.3f} "
             f"| {one.of_suite:.3f} | {one.of_random:.3f} | {of_combination} | {of_class} |"
         )
-    return "\n".join(["### Worth, with all others there", "", *lines])
+    return "\n".join(["### Worth, with all other families present", "", *lines])
 
 
 def _verdicts(rows: Sequence[Row]) -> str:
@@ -35,7 +35,7 @@ def _verdicts(rows: Sequence[Row]) -> str:
         earned = any(worth.earns for worth in one.worths)
         word = "drop" if not one.keeps else "keep" if earned else "keep (fallback)"
         lines.append(f"| {one.family} | {word} | {'; '.join(map(_briefly, one.worths))} |")
-    return "\n".join(["### Verdicts, dropped ones first, in that order", "", *lines])
+    return "\n".join(["### Verdicts, dropped families first, in that order", "", *lines])
 
 
 def _briefly(worth: Worth) -> str:

@@ -1,7 +1,7 @@
-"""What the ablation measured, and what it says: the worth of each family of kernels, and the regret of the rule.
+"""Defines the rows of the ablation, and what follows from them: the worth of each family, and the regret of the rule.
 
-A row is one stage of one layer in one mode and layout, with the time of every way to compute it. What a family is
-worth there is how much slower the fastest of the other ways is, PyTorch's operator among them.
+A row is one stage of one layer in one mode and layout, with the time of every way to compute it. The worth of a family
+there is how much slower the fastest of the other ways is, including PyTorch's operator.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.families import APART, PYTORCH
+from benchmarks.stage_row import StageRow
 
-#: A family earns its place by being worth more than this of the geometric mean of its stage in one mode and layout, or
-#: this on a class of layers there.
-LEAST_OF_STAGE, LEAST_OF_CLASS = 1.01, 1.3
-#: Fewer rows say nothing of a class.
-FEWEST_OF_CLASS = 3
-#: What is slower than the best by no more is as good: noise.
+#: A family is kept if its worth is above this in the geometric mean of its stage in one mode and layout, or above this
+#: on a class of layers there.
+MIN_WORTH_OF_STAGE, MIN_WORTH_OF_CLASS = 1.01, 1.3
+#: A class needs at least this many rows.
+MIN_ROWS_OF_CLASS = 3
+#: A way that is slower than the best by no more than this is as good: the rest is noise.
 TIE = 1.01
-#: The regret that no row should have.
+#: The largest regret that a row should have.
 MAX_REGRET = 1.25
 WORST_SHOWN = 20
 
-#: What other GPUs than Hopper run in the place of kernels that only Hopper has. They keep their place for that.
+#: What other GPUs than Hopper run instead of kernels that only Hopper has. They are kept for those GPUs.
 FALLBACKS = frozenset(
     (
         "forward_narrow_ffma",
@@ -39,48 +40,38 @@ FALLBACKS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(StageRow):
     """Times in microseconds, medians from a cold L2, by family; ``"pytorch"``: its operator; ``"apart"``: both
     gradients one after the other. ``chosen``: what the rule takes. ``failures``: why others have no time."""
 
-    layer: str
-    geometry: str
-    layer_class: str
-    of_suite: bool
-    mode: str
-    layout: str
-    stage: str
     chosen: str
     microseconds: Mapping[str, float]
     failures: Mapping[str, str]
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.layer, self.mode, self.layout, self.stage
-
     def worth(self, family: str) -> float:
-        """The fastest of the others, over the fastest of all; 1 where nothing else computes the row."""
+        """Returns the time of the fastest other way over that of the fastest of all; 1 if nothing else computes the
+        row."""
         others = [time for name, time in self.microseconds.items() if name != family]
         return min(others) / min(self.microseconds.values()) if others else 1.0
 
     @property
     def regret(self) -> float | None:
-        """What the rule takes, over the fastest; None where that did not run."""
+        """Returns the time of what the rule takes over that of the fastest; None if it did not run."""
         taken = self.microseconds.get(self.chosen)
         return None if taken is None else taken / min(self.microseconds.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Of one family in one stage, with all others there.
+    """The worth of one family in one stage, with all other families present.
 
     Attributes:
-        rows: on how many it was measured; ``wins``: on how many of them it is the fastest.
-        margin: the next best over it, a geometric mean over those it wins; 1 where it wins none.
+        rows: the number of rows on which it was measured; ``wins``: how many of them it computes fastest.
+        margin: the time of the next best over its own, as a geometric mean over those it wins; 1 if it wins none.
         of_stage: the geometric mean of the stage's rows without it over that with it, in all modes and layouts.
-        of_combination: the largest of the same in one mode and layout, ``combination``.
+        of_combination: the largest of these in one mode and layout, ``combination``.
         of_class: the largest in one class of layers in one mode and layout, ``layer_class``.
-        of_suite: as ``of_stage``, over the suite's rows alone; ``of_random``: over the random layers' alone.
+        of_suite: as ``of_stage``, over the rows of the suite only; ``of_random``: over those of the random layers only.
     """
 
     stage: str
@@ -98,12 +89,12 @@ class Worth:
 
     @property
     def earns(self) -> bool:
-        return self.of_combination > LEAST_OF_STAGE or self.of_class >= LEAST_OF_CLASS
+        return self.of_combination > MIN_WORTH_OF_STAGE or self.of_class >= MIN_WORTH_OF_CLASS
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``fallback``: it keeps its place for other GPUs. ``worths``: by stage, once those dropped before are gone."""
+    """``fallback``: it is kept for other GPUs. ``worths``: by stage, without the families that were dropped before."""
 
     family: str
     keeps: bool
@@ -113,8 +104,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """Of what the rule takes, over the fastest: the geometric mean of so many rows, the largest, and how many are above
-    ``MAX_REGRET``."""
+    """The regret of what the rule takes, relative to the fastest: the geometric mean of the rows, the largest, and the
+    number of rows above ``MAX_REGRET``."""
 
     stage: str
     rows: int
@@ -124,19 +115,19 @@ class Regret:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """1 of none."""
+    """Returns the geometric mean; 1 for no values."""
     logarithms = [math.log(value) for value in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else 1.0
 
 
 def families_of(rows: Iterable[Row]) -> list[str]:
-    """All of ours, in alphabetic order."""
+    """Returns all our families, in alphabetic order."""
     names = {name for row in rows for name in row.microseconds}
     return sorted(names - {PYTORCH, APART})
 
 
 def worth_of(rows: Sequence[Row], stage: str, family: str) -> Worth | None:
-    """None for a family that no row of the stage has. A row that it alone computes counts as 1."""
+    """Returns the worth of a family; None if no row of the stage has it. A row that only it computes counts as 1."""
     of_stage = [row for row in rows if row.stage == stage]
     logarithms = {row.key: math.log(row.worth(family)) for row in of_stage if family in row.microseconds}
     if not logarithms:
@@ -152,7 +143,7 @@ def worth_of(rows: Sequence[Row], stage: str, family: str) -> Worth | None:
     classes = {
         name: mean(group)
         for name, group in _grouped(of_stage, _class).items()
-        if len(group) >= FEWEST_OF_CLASS
+        if len(group) >= MIN_ROWS_OF_CLASS
     }
     combination = max(combinations, key=lambda name: combinations[name])
     layer_class = max(classes, key=lambda name: classes[name], default="")
@@ -173,7 +164,7 @@ def worth_of(rows: Sequence[Row], stage: str, family: str) -> Worth | None:
 
 
 def worths(rows: Sequence[Row]) -> list[Worth]:
-    """Of every family in every stage, with all others there; by stage, the most valuable first."""
+    """Returns the worth of every family in every stage, with all others present; by stage, the most valuable first."""
     stages = list(dict.fromkeys(row.stage for row in rows))
     found = [worth_of(rows, stage, family) for stage in stages for family in families_of(rows)]
     known = [worth for worth in found if worth is not None]
@@ -181,10 +172,10 @@ def worths(rows: Sequence[Row]) -> list[Worth]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Those that are dropped, in that order, then those that stay.
+    """Returns the dropped families in the order of their dropping, then those that are kept.
 
-    Two families that do the same are worth nothing each, and much together. So one goes at a time: the one that is
-    worth the least, in the stage and class where it is worth the most; then the others are judged without it.
+    Two families that do the same are worth nothing each, but much together. So one is dropped at a time: the one with
+    the smallest worth in the stage and class where its worth is largest; then the others are judged without it.
     """
     dropped: list[Verdict] = []
     while True:
@@ -216,13 +207,13 @@ def _without(row: Row, family: str) -> Row:
 
 
 def _value(worth: Worth) -> float:
-    """How near to earning its place: 1 at the limit of either criterion."""
-    of_stage = math.log(worth.of_combination) / math.log(LEAST_OF_STAGE)
-    return max(of_stage, math.log(worth.of_class) / math.log(LEAST_OF_CLASS))
+    """Returns how near a family is to being kept: 1 at the limit of either criterion."""
+    of_stage = math.log(worth.of_combination) / math.log(MIN_WORTH_OF_STAGE)
+    return max(of_stage, math.log(worth.of_class) / math.log(MIN_WORTH_OF_CLASS))
 
 
 def regrets(rows: Sequence[Row]) -> list[Regret]:
-    """Of every stage."""
+    """Returns the regret of every stage."""
     found = []
     for stage, group in _grouped(rows, lambda row: row.stage).items():
         known = [regret for row in group if (regret := row.regret) is not None]
@@ -233,14 +224,14 @@ def regrets(rows: Sequence[Row]) -> list[Regret]:
 
 
 def worst(rows: Sequence[Row]) -> list[Row]:
-    """Those with the largest regret, above ``TIE``."""
+    """Returns the rows with the largest regret, above ``TIE``."""
     known = [(regret, row) for row in rows if (regret := row.regret) is not None and regret > TIE]
     known.sort(key=lambda entry: -entry[0])
     return [row for _, row in known[:WORST_SHOWN]]
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """All of the above as values that ``json`` can write."""
+    """Returns all of the above as values that ``json`` can write."""
     return {
         "worths": [asdict(worth) for worth in worths(rows)],
         "verdicts": [asdict(verdict) for verdict in verdicts(rows)],

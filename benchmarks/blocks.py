@@ -31,7 +31,7 @@ from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.measurement.timing import time_interleaved
 from tconv_swap.runtime.cache import write_atomically
 
-#: Batch, channels, height, width; and whether every image is normalised alone.
+#: Batch, channels, height, width; and whether every image is normalised separately.
 SHAPES: tuple[tuple[tuple[int, int, int, int], bool], ...] = (
     ((128, 512, 4, 4), False),
     ((128, 256, 8, 8), False),
@@ -65,11 +65,11 @@ STEPS, ROUNDS, PROFILED, SHOWN = 10, 7, 5, 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 all was measured, 1 something was not, 2 usage or no GPU."""
+    """Runs the command line and returns its exit code: 0 all was measured, 1 something was not, 2 usage or no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.blocks", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True, help="where the rows go")
-    parser.add_argument("--only", choices=("kernels", *MEASURED), help="a part of it")
-    parser.add_argument("--layout", choices=tuple(LAYOUTS), help=argparse.SUPPRESS)  # of a process of its own
+    parser.add_argument("--json", type=Path, required=True, help="the file for the rows")
+    parser.add_argument("--only", choices=("kernels", *MEASURED), help="measure this part only")
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), help=argparse.SUPPRESS)  # for the child processes
     parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in MEASURED if options.only in (None, name)]
     document["networks"], failed = [], 0
     cases = [(name, layout) for name in names for layout in LAYOUTS]
-    # What is compiled is kept on disk: all at once first, so that what is timed compiles nothing.
+    # Everything is compiled first, into the cache on disk, so that the timed runs compile nothing.
     for prepared in [_process(name, layout, options.json, prepare=True) for name, layout in cases]:
         prepared.wait()
     for name, layout in cases:
@@ -263,7 +263,7 @@ def _work(model: nn.Module, inputs: list[Tensor], stage: str, precision: str) ->
 
 
 def _wall(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Milliseconds of one call, medians of rounds in turn."""
+    """Returns the milliseconds of one call: medians of rounds in turn."""
     times: dict[str, list[float]] = {which: [] for which in calls}
     for _ in range(ROUNDS):
         for which, work in calls.items():
@@ -277,7 +277,7 @@ def _wall(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def _by_kernel(work: Callable[[], None]) -> dict[str, Any]:
-    """Milliseconds of the GPU in one call, launches, and the kernels that take most."""
+    """Returns the GPU's milliseconds in one call, the launches, and the kernels that take longest."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(PROFILED):

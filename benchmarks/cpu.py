@@ -1,4 +1,4 @@
-"""Transposed convolution on the CPU, PyTorch's against ours, paired in one run: ``python -m benchmarks.cpu``."""
+"""Times transposed convolutions on the CPU, PyTorch's and ours, paired in one run: ``python -m benchmarks.cpu``."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def main() -> None:
         "--channels-last", action="store_true", help="inputs in channels_last instead of NCHW"
     )
     parser.add_argument("--budget", type=float, default=4.0, metavar="S", help="seconds for each layer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

@@ -1,8 +1,8 @@
-"""Every family of kernels that can compute a stage of a layer, with the best of its plans as the family ranks them.
+"""Finds every family of kernels that can compute a stage of a layer, with the best plan of each by its own ranking.
 
-The library's choice asks the families in turn and takes the first that claims a problem; a benchmark of what each is
-worth asks all of them. A family is named by its kernel's entry, after ``nchw_to_nhwc`` where its plan copies NCHW
-tensors to channels_last first.
+The library asks the families in turn and takes the first that claims a problem; a benchmark of their worth needs all of
+them. The name of a family is the entry of its kernel, with ``nchw_to_nhwc`` in front if its plan first copies NCHW
+tensors to channels_last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import Output, Part, Plan
 
 #: The gradients that a stage computes: of the input, the weight, the bias. ``gradients``: the first two together, by
-#: those families that share a pass or a copy.
+#: families that share a pass or a copy.
 MASKS = {
     "grad_input": (True, False, False),
     "grad_weight": (False, True, False),
@@ -48,12 +48,12 @@ MASKS = {
 STAGES = ("forward", *MASKS)
 
 PYTORCH = "pytorch"
-#: The gradients of input and weight one after the other, each by the fastest that there is.
+#: The gradients of input and weight one after the other, each by the fastest family.
 APART = "apart"
 ARRANGED = "nchw_to_nhwc"
 GENERAL = "general"
 
-#: Kernels that prepare what another multiplies, or add up what it leaves.
+#: Kernels that prepare the operands of another kernel, or add up its partial results.
 _HELPERS = frozenset(
     (
         "nchw_to_nhwc",
@@ -73,17 +73,17 @@ _ALL = 1 << 20
 
 
 def family_of(made: Plan) -> str:
-    """The name of what a plan launches: ``"nchw_to_nhwc grad_input_implicit_gemm_tma"``."""
+    """Returns the name of what a plan launches, such as ``"nchw_to_nhwc grad_input_implicit_gemm_tma"``."""
     entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
     mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
     return f"{ARRANGED} {mains}" if "nchw_to_nhwc" in entries else mains
 
 
 def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> dict[str, Plan]:
-    """The best plan of each family that computes ``stage``, by the family's name.
+    """Returns the best plan of each family that computes ``stage``, by the family's name.
 
-    Of the family that the library would take it is the plan that it would take. The general kernels are there where
-    nothing else of ours is.
+    For the family that the library takes, it is the library's plan. The general kernels are included only if no other
+    kernel of ours computes the stage.
     """
     if stage == "forward":
         found = list(_forward(problem, has_bias, device))
@@ -101,7 +101,8 @@ def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> di
 
 
 def chosen(problem: Problem, stage: str, has_bias: bool, device: Device, found: Iterable[str]) -> str:
-    """What the library's rule takes for a stage today: a family among ``found``, ``"pytorch"`` or ``"apart"``."""
+    """Returns what the library's rule takes for a stage today: a family among ``found``, ``"pytorch"`` or
+    ``"apart"``."""
     steps: tuple[Step, ...]
     if stage == "forward":
         steps = (choose_forward(problem, has_bias, device, "auto"),)
@@ -167,7 +168,7 @@ _BACKWARD = {"grad_input": _grad_input, "grad_weight": _grad_weight, "gradients"
 
 
 def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]:
-    """Families that compute either gradient, and both from one pass or from the same copies."""
+    """Yields families that compute either gradient, and both in one pass or from the same copies."""
     mask = MASKS[stage]
     for whole in (
         tiny_family.plan_backward(problem, mask),
@@ -186,8 +187,9 @@ def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]
 
 def _arranged_pieces(
     problem: Problem, mask: tuple[bool, ...], device: Device
-) -> list[gradients_nchw_to_nhwc.Piece]:
-    """What can be computed from copies in channels_last, whether or not that is expected to pay; empty for the rest."""
+) -> list[gradients_nchw_to_nhwc.GradientPart]:
+    """Returns what can be computed from copies in channels_last, whether or not that is expected to be faster; else
+    empty."""
     tensors = gradients_nchw_to_nhwc.tensors_of(problem)
     if device.architecture != "sm_90a" or problem.channels_last or problem.geometry.batch == 0:
         return []

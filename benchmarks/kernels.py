@@ -1,4 +1,4 @@
-"""Which kernels a measurement will run, asked of the library's own choice; and compiling them ahead."""
+"""Finds the kernels that a measurement will run, by the library's own choice, and compiles them ahead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def steps_of(
     backend: str = "auto",
     winners: Winners = NONE,
 ) -> tuple[Step, ...]:
-    """What computes one stage (``forward``, ``frozen`` or one of ``STAGE_MASKS``); tensors all lie in ``layout``.
+    """Returns what computes one stage (``forward``, ``frozen`` or one of ``STAGE_MASKS``); all tensors have ``layout``.
 
     Raises:
         CompileError, RuntimeError: whatever the library's plan raises.
@@ -47,7 +47,7 @@ def steps_of(
 
 
 def problem_of(layer: Layer, mode: Mode, layout: str) -> plan.Problem:
-    """What a forward pass of the layer asks for whose tensors all lie in ``layout``."""
+    """Returns the problem of a forward pass of the layer whose tensors all have ``layout``."""
     g = layer.geometry
     input, weight = (
         torch.empty(shape, dtype=mode.dtype, device="meta", memory_format=LAYOUTS[layout])
@@ -58,13 +58,13 @@ def problem_of(layer: Layer, mode: Mode, layout: str) -> plan.Problem:
         dtype=mode.dtype,
         precision=mode.precision,
         channels_last=output_memory_format(input, weight) == torch.channels_last,
-        # A weight that has both layouts at once counts as contiguous.
+        # A weight that has both layouts counts as contiguous.
         weight_channels_last=not weight.is_contiguous(),
     )
 
 
 def compile_ahead(plans: Iterable[Plan], architecture: str) -> int:
-    """Put the machine code of all kernels of some plans into the disk cache, on all cores; returns how many are there.
+    """Puts the machine code of all kernels of some plans into the disk cache, on all cores; returns their number.
 
     A kernel that does not compile is left for the measurements to report.
     """

@@ -42,7 +42,7 @@ DIRECTIONS = {
 
 
 class Configuration(NamedTuple):
-    """What is measured at once: the rows of one direction."""
+    """The rows of one direction, which are measured at once."""
 
     layer: Layer
     mode: Mode
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     configurations: Sequence[Configuration], suite: Suite, device: torch.device, options: argparse.Namespace
 ) -> Results:
-    """Measures every configuration; notes one that cannot be measured and goes on. Writes the JSON after every layer,
-    so that an interrupted run keeps what it has."""
+    """Measures every configuration; notes those that cannot be measured. Writes the JSON after every layer, so that an
+    interrupted run keeps its rows."""
     torch.backends.cudnn.benchmark = True
     facts = call.device_facts(device.index)
     begin = time.monotonic()
@@ -114,11 +114,11 @@ def run(
         layer, mode, layout, direction = configuration
         try:
             rows = measure(layer, mode, layout, direction, machine, effort)
-        except Exception as error:  # whatever it is, the other rows are worth having
+        except Exception as error:  # whatever it is, the other rows are useful
             rows = []
             results.failures.append(f"{configuration}: {type(error).__name__}: {_first_line(error)}")
             _say(results.failures[-1])
-        # A layer's buffers are gigabytes, and no two layers want the same sizes.
+        # The buffers of a layer take gigabytes, and no two layers need the same sizes.
         torch.cuda.empty_cache()
         results.rows += rows
         for row in rows:
@@ -140,10 +140,10 @@ def _plans(configuration: Configuration, machine: Machine) -> list[Plan]:
     try:
         stages = [
             steps_of(layer, mode, layout, stage, machine.facts, machine.backend, machine.winners)
-            # A backward pass has a forward pass before it.
+            # A backward pass runs after a forward pass.
             for stage in dict.fromkeys(("forward", *configuration.stages))
         ]
-    except Exception:  # measuring it will say so
+    except Exception:  # measuring it will report the reason
         return []
     return [step.plan for steps in stages for step in steps if step.plan is not None]
 
@@ -155,33 +155,33 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 all was measured, 1 something could not be measured, 2 usage or no GPU.",
     )
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these layers instead of all")
-    parser.add_argument("--dtype", choices=list(MODES), action="append", help="repeatable; all without it")
-    parser.add_argument(
-        "--layout", choices=list(LAYOUTS), action="append", help="repeatable; both without it"
-    )
+    parser.add_argument("--dtype", choices=list(MODES), action="append", help="repeatable (default: all)")
+    parser.add_argument("--layout", choices=list(LAYOUTS), action="append", help="repeatable (default: both)")
     parser.add_argument(
         "--direction",
         choices=list(DIRECTIONS),
         default="forward",
-        help="default: forward; frozen: the same with kept weights",
+        help="default: forward; frozen: forward with kept weights",
     )
     parser.add_argument(
         "--backend",
         choices=["auto", "kernel"],
         default="auto",
-        help="what ours is (default: what a user gets)",
+        help="the backend of our side (default: what a user gets)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep the results there, written after each layer"
+        "--json", type=Path, metavar="FILE", help="write the results to this file after each layer"
     )
     parser.add_argument(
         "--seconds-per-row",
         type=positive(float),
         default=SECONDS_PER_ROW,
         metavar="S",
-        help="for the timing of one layer in one dtype and layout (default: %(default)s)",
+        help="seconds for the timing of one layer in one dtype and layout (default: %(default)s)",
     )
-    parser.add_argument("--iters", type=positive(int), metavar="N", help="exactly so many samples instead")
+    parser.add_argument(
+        "--iters", type=positive(int), metavar="N", help="take exactly this many samples instead"
+    )
     parser.add_argument(
         "--render",
         action="store_true",
@@ -218,7 +218,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit_of_tree() -> str | None:
-    """Returns git's name of the tree that is measured, None outside a checkout."""
+    """Returns git's name of the tree that is measured; None outside a checkout."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

@@ -1,4 +1,5 @@
-"""What benchmarks.layers measured, for the README of the benchmarks: one table of means, one chart of every layer."""
+"""Reports the results of benchmarks.layers in the README of the benchmarks: a table of means, and a chart of every
+layer."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from tconv_swap.measurement.suite import Targets
 from tconv_swap.report.figures import COLOURS, Figure, settings, standalone_svg
 from tconv_swap.runtime.cache import write_atomically
 
-#: Columns of the table.
+#: The columns of the table.
 STAGES = ("forward", "backward", "grad_input", "grad_weight", "grad_bias")
 PANELS = {"forward": "forward", "backward": "backward, all gradients"}
-#: Marker and colour of each mode; hollow is channels_last.
+#: The marker and colour of each mode; hollow markers are channels_last.
 MARKS = {"tf32": ("o", "other"), "fp16": ("s", "after"), "bf16": ("^", "before"), "fp32": ("D", "ink")}
 LAYOUTS = {"nchw": "NCHW", "channels_last": "channels_last"}
 _PLACE = re.compile(r"(<!-- layers -->\n).*?(<!-- end of layers -->)", re.DOTALL)
 
 
 def table(documents: Sequence[Results], targets: Targets) -> str:
-    """Returns Markdown: for each mode and layout, the mean speedup of every stage, the least one and the mean fraction
-    of the roof."""
+    """Returns Markdown: for each mode and layout, the mean speedup of every stage, the smallest one, and the mean
+    fraction of the roof."""
     summaries = {
         (one.mode, one.layout, one.stage): one
         for document in documents
@@ -68,11 +69,11 @@ def chart(documents: Sequence[Results]) -> str:
 
 
 def render(directory: Path, readme: Path, targets: Targets) -> None:
-    """Draws the chart of ``h200-*.json`` in ``directory`` beside them, and puts it and the table into their place in
+    """Draws the chart of ``h200-*.json`` in ``directory`` beside these files, and puts it and the table into
     ``readme``.
 
     Raises:
-        FileNotFoundError, ValueError: a file is not there, or holds something else.
+        FileNotFoundError, ValueError: a file does not exist, or holds something else.
     """
     files = [directory / f"h200-{direction}.json" for direction in ("forward", "backward")]
     documents = [Results.load(path) for path in files]

@@ -1,4 +1,4 @@
-"""One layer in one mode and layout: random data, the check against float64, then PyTorch and ours interleaved."""
+"""Measures one layer in one mode and layout: random data, the check against float64, PyTorch and ours interleaved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Functions = Mapping[str, Callable[..., Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is timed as one: ``tensors`` names what both calls give out, in that order."""
+    """The unit that is timed; ``tensors`` names the results of both calls, in their order."""
 
     name: str
     tensors: tuple[str, ...]
@@ -42,7 +42,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``facts``: what planning knows of the GPU. ``backend``: that of our calls. ``winners``: what was tuned."""
+    """``facts``: what planning knows about the GPU. ``backend``: that of our calls. ``winners``: the results of
+    `tune`."""
 
     device: torch.device
     facts: plan.Device
@@ -53,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """``seconds`` for the samples of all stages of a layer in one mode and layout, or so many samples of each."""
+    """``seconds`` for the samples of all stages of a layer in one mode and layout, or ``iters`` samples of each."""
 
     seconds: float
     iters: int | None
@@ -62,8 +63,8 @@ class Effort:
 def measure(
     layer: Layer, mode: Mode, layout: str, direction: str, machine: Machine, effort: Effort
 ) -> list[Row]:
-    """The rows of ``direction``: ``forward``, ``frozen`` (the same with ``tconv_swap.freeze``), or ``backward`` with
-    all gradients together and each alone.
+    """Returns the rows of ``direction``: ``forward``, ``frozen`` (forward with ``tconv_swap.freeze``), or ``backward``
+    with all gradients together and each alone.
 
     Raises:
         ValueError: a result has the wrong shape or memory format.
@@ -91,7 +92,7 @@ def measure(
 
 
 def make_data(layer: Layer, mode: Mode, layout: str, device: torch.device) -> Data:
-    """Random tensors, the same for every layout and, up to rounding, every mode. Weights are scaled so that the
+    """Returns random tensors, the same for every layout and, up to rounding, every mode. Weights are scaled so that the
     outputs are about 1."""
     g = layer.geometry
     generator = torch.Generator(device).manual_seed(zlib.crc32(layer.name.encode()))
@@ -156,13 +157,13 @@ def _apply(
 
 
 def _gradients(function: Callable[..., Tensor], layer: Layer, data: Data, wanted: tuple[str, ...]) -> Call:
-    """Returns the backward pass of a graph in which nothing but what is wanted needs a gradient."""
+    """Returns the backward pass of a graph in which only the wanted tensors need a gradient."""
     leaves = {
         name: None if tensor is None else tensor.detach().requires_grad_(name in wanted)
         for name, tensor in zip(GRADIENTS, data[:3], strict=True)
     }
     output = _apply(function, layer, *leaves.values())  # type: ignore[arg-type]
-    # The edge, unlike the output, keeps no memory of the output's size alive.
+    # The edge, unlike the output, does not keep the memory of the output.
     edge = torch.autograd.graph.get_gradient_edge(output)
     inputs = [leaves[name] for name in wanted]
     return lambda: torch.autograd.grad([edge], inputs, [data.grad_output], retain_graph=True)  # type: ignore[arg-type]
@@ -170,25 +171,25 @@ def _gradients(function: Callable[..., Tensor], layer: Layer, data: Data, wanted
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """By whose: the errors of every tensor, and whether a second call gave the same bits."""
+    """For PyTorch's or our side: the errors of every tensor, and whether a second call gave the same bits."""
 
     errors: dict[str, dict[str, Error]]
     repeatable: dict[str, bool]
 
 
 def check(stages: Sequence[Stage], layer: Layer, layout: str, data: Data) -> list[Check]:
-    """Run all twice, into memory that held NaN before; the bits of the two, and the first against float64.
+    """Runs all twice, into memory that held NaN before; compares the bits of the two runs, and the first with float64.
 
-    A tensor's truth is computed once for all stages that give it out: it takes longer than they do.
+    The truth of a tensor is computed once for all stages that return it: this takes longer than they do.
 
     Raises:
-        ValueError: a result has the wrong shape, or the output of ours not the layout of the input.
+        ValueError: a result has the wrong shape, or our output does not have the layout of the input.
     """
     results: dict[str, dict[tuple[int, str], Tensor]] = {}
     checks = [Check({whose: {} for whose in stage.calls}, {}) for stage in stages]
     for index, stage in enumerate(stages):
         for whose, call in stage.calls.items():
-            call()  # searches, compiles
+            call()  # cuDNN searches, and kernels are compiled
             _poison(call())
             given = call()
             checks[index].repeatable[whose] = all(map(torch.equal, given, call()))
@@ -197,7 +198,7 @@ def check(stages: Sequence[Stage], layer: Layer, layout: str, data: Data) -> lis
                 if (name, whose) == ("output", OURS) and not tensor.is_contiguous(
                     memory_format=LAYOUTS[layout]
                 ):
-                    raise ValueError(f"the output of ours is not {layout}: strides {tensor.stride()}")
+                    raise ValueError(f"our output is not {layout}: strides {tensor.stride()}")
     for name, tensors in results.items():
         for (index, whose), error in errors(name, tensors, layer.geometry, data).items():
             checks[index].errors[whose][name] = error
@@ -205,7 +206,7 @@ def check(stages: Sequence[Stage], layer: Layer, layout: str, data: Data) -> lis
 
 
 def _poison(tensors: tuple[Tensor, ...]) -> None:
-    """The allocator hands the memory that is let go here to the next call: what that leaves unwritten shows."""
+    """Fills memory that is freed here with NaN. The allocator gives it to the next call, so unwritten results show."""
     for tensor in tensors:
         tensor.fill_(math.nan)
 

@@ -1,7 +1,7 @@
-"""Work in a process of its own that may hang or die: the GPU's, where one kernel can take the whole context with it.
+"""Runs work in a separate process that may hang or die: one wrong kernel can destroy the process's GPU context.
 
-The worker announces what it runs next. Where it falls silent or dies, it is killed, the caller learns what ran, and
-the next task gets a new process.
+The worker announces what it runs next. If it stays silent for too long or dies, it is killed, the caller learns what
+ran, and the next task gets a new process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar
 _TaskT = TypeVar("_TaskT")
 _ResultT = TypeVar("_ResultT")
 
-#: ``work(task, announce)``.
+#: Called as ``work(task, announce)``.
 Work = Callable[[_TaskT, Callable[[str], None]], _ResultT]
 
 _READY, _RUNNING, _DONE, _FAILED = "ready", "running", "done", "failed"
 
 
 class StoppedError(RuntimeError):
-    """The process hung or died. ``running``: what it announced last."""
+    """The process hung or died. ``running``: its last announcement."""
 
     def __init__(self, running: str, how: str) -> None:
         super().__init__(f"{how} in {running}")
@@ -34,16 +34,16 @@ class NotStartedError(RuntimeError):
 
 
 class TaskError(RuntimeError):
-    """The work raised an exception: its type and its words."""
+    """The work raised an exception; the message holds its type and text."""
 
 
 class MeasuringProcess(Generic[_TaskT, _ResultT]):
-    """One process at a time that does ``make()(task, announce)`` for each task.
+    """Runs one process at a time, which calls ``make()(task, announce)`` for each task.
 
     Args:
-        make: called in the process before its first task; makes the function that works. Both are pickled.
-        silence_s: seconds without a word after which the process counts as hung.
-        start_s: the same until it is ready for its first task.
+        make: called in the process before its first task; returns the function that works. Both are pickled.
+        silence_s: seconds without an announcement after which the process counts as hung.
+        start_s: the same limit until the process is ready for its first task.
     """
 
     def __init__(self, make: Callable[[], Work[_TaskT, _ResultT]], silence_s: float, start_s: float) -> None:
@@ -57,20 +57,20 @@ class MeasuringProcess(Generic[_TaskT, _ResultT]):
         self._is_ready = False
 
     def start(self) -> None:
-        """Start the process; the first task waits until it is ready."""
+        """Starts the process; the first task waits until it is ready."""
         ours, theirs = self._context.Pipe()
         self._process = self._context.Process(target=_serve, args=(theirs, self._make), daemon=True)
         self._process.start()
-        theirs.close()  # so that its death is the end of what can be read
+        theirs.close()  # so that reading ends when the process dies
         self._connection = ours
         self._is_ready = False
 
     def run(self, task: _TaskT) -> _ResultT:
-        """The result for one task.
+        """Returns the result for one task.
 
         Raises:
-            NotStartedError: the process was never ready.
-            StoppedError: the process hung or died; the next task will have another.
+            NotStartedError: the process never became ready.
+            StoppedError: the process hung or died; the next task gets another one.
             TaskError: the work raised.
         """
         if self._process is None:
@@ -101,7 +101,7 @@ class MeasuringProcess(Generic[_TaskT, _ResultT]):
             raise StoppedError(running, "died") from error
 
     def stop(self) -> None:
-        """Kill the process, if there is one."""
+        """Kills the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.join()

@@ -1,13 +1,15 @@
-"""Whole networks, PyTorch's layers against ours, end to end: ``python -m benchmarks.models``.
+"""Times whole networks, PyTorch's layers against ours, end to end: ``python -m benchmarks.models``.
 
-The best way of each (`--runtime best`): PyTorch's layers and ours in every layout and runtime, forward and a training
-step, beside how the network is run today.
-In each way by itself: forward (eval, no gradients), backward and training step (SGD), in TF32 and under float16
-autocast, in NCHW and in channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA
-graph, by what the GPU alone takes; and the share of the original's time that transposed convolutions take at all, which
-bounds what anybody can gain.
-The JSON is written after every row, which says its commit: an interrupted run leaves what it has, and ``--resume`` goes
-on from there.
+`--runtime best` finds the best way of each network: PyTorch's layers and ours in every layout and runtime, forward and
+a training step, beside how the network is run today.
+
+The other runtimes measure each way alone: forward (eval, no gradients), backward and training step (SGD), in TF32 and
+under float16 autocast, in NCHW and in channels_last, eager and under ``torch.compile``; the forward pass also replayed
+from a CUDA graph, by the GPU's time; and the share of the original's time that transposed convolutions take, which
+bounds every possible gain.
+
+The JSON is written after every row with its commit: an interrupted run leaves its rows, and ``--resume`` continues from
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from benchmarks.models_turns import rows_by_turns
 from benchmarks.models_ways import LAYOUT, ORDER, RUNTIME, measure_best
 from benchmarks.models_ways import PRECISIONS as BEST_PRECISIONS
 from benchmarks.networks import NETWORKS
-from benchmarks.sweep import Part
+from benchmarks.sweep_options import Part
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.runtime.cache import write_atomically
@@ -43,9 +45,9 @@ from tconv_swap.runtime.cache import write_atomically
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile", RUNTIME)
-#: Best ways are measured as many at a time as there are so many cores for each.
+#: So many cores are needed for each network whose best ways are measured at the same time.
 CORES_OF_A_ROW = 3
-#: Why a row was not even begun.
+#: The reasons why a row was not even started.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 
 
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures every case; lists what cannot be measured and goes on."""
+    """Measures every case; lists those that cannot be measured."""
     begin = time.monotonic()
     document: dict[str, Any] = {
         "benchmark": BENCHMARK,
@@ -115,7 +117,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
     why = NO_TIME
     for case, found in _measured(left, setting, options, seconds_left):
         tried.add(case)
-        if isinstance(found, Exception):  # whatever it is, the other rows are worth having
+        if isinstance(found, Exception):  # whatever it is, the other rows are useful
             line = f"not measured: {type(found).__name__}: {str(found).strip().partition(chr(10))[0]}"
             document["not_measured"].append(f"{case}: {line}")
         else:
@@ -128,7 +130,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         _say(f"[{len(tried)}/{len(left)}, {document['settings']['seconds']:.0f} s] {case}: {line}")
         if not _usable(setting.device):
             why = GPU_LOST
-            _say(f"{GPU_LOST}; --resume goes on in a new process")
+            _say(f"{GPU_LOST}; --resume continues in a new process")
             break
         _save(document, options.json)
     document["not_measured"] += _missing([case for case in left if case not in tried], document, why)
@@ -139,8 +141,8 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
 def _measured(
     left: Sequence[Case], setting: Setting, options: argparse.Namespace, seconds_left: Callable[[], float]
 ) -> Iterator[tuple[Case, dict[str, Any] | Exception]]:
-    """The row of each case that the time is enough for, or why it has none. Best ways on a GPU come last, several at a
-    time."""
+    """Yields the row of each case for which there is time, or why it has none. Best ways on a GPU come last, several at
+    a time."""
     by_turns = [case for case in left if case.runtime == RUNTIME and setting.device.type == "cuda"]
     for case in [case for case in left if case not in by_turns]:
         if seconds_left() <= 0:
@@ -160,7 +162,7 @@ def _measured(
 
 
 def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of several files, of a case that of the last; what one lacks another may have."""
+    """Returns the rows of several files; for a case in several of them that of the last, completed by the others."""
     rows = {_case(row): row for document in documents for row in document["rows"]}
     lines = dict.fromkeys(line for document in documents for line in document["not_measured"])
     return {
@@ -181,7 +183,7 @@ def _left(cases: Sequence[Case], document: dict[str, Any], failed: list[str], *,
 
 
 def _missing(cases: Sequence[Case], document: dict[str, Any], why: str) -> list[str]:
-    """Of those that were not even begun, the ones that have no row of another commit either."""
+    """Returns those of the cases that were not started which have no row of another commit either."""
     present = {_case(row) for row in document["rows"]}
     return [f"{case}: {why}" for case in cases if case not in present]
 
@@ -191,7 +193,7 @@ def _case(row: Mapping[str, Any]) -> Case:
 
 
 def _usable(device: torch.device) -> bool:
-    """An illegal access takes the process's GPU with it: everything after it would fail too."""
+    """Returns whether the GPU still works: after an illegal access everything in this process would fail."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -202,13 +204,13 @@ def _usable(device: torch.device) -> bool:
 
 
 def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s: float) -> None:
-    """Run every case once in processes of their own, so that kernels and compiled graphs lie on disk.
+    """Runs every case once in separate processes, so that kernels and compiled graphs are on disk.
 
-    Whatever goes wrong there goes wrong again where it is measured, and is reported then.
+    An error here occurs again when the case is measured, and is reported then.
     """
-    # Those that compile take longest: first.
+    # Cases that compile take longest, so they come first.
     ordered = sorted(cases, key=lambda case: case.runtime == "eager")
-    # Each worker is one of many: it must not start a compiler for every core.
+    # There are many workers, so none of them may start a compiler for every core.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     jobs = [pool.submit(run_once, case, setting) for case in ordered]
@@ -218,7 +220,7 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
             pass
     except TimeoutError:
         _say(f"{sum(not job.done() for job in jobs)} cases are compiled when they are measured")
-    # What has begun would disturb the measurements; what is finished lies on disk.
+    # Workers that still run would disturb the measurements; finished work is on disk.
     pool.shutdown(wait=False, cancel_futures=True)
     for worker in active_children():
         worker.terminate()
@@ -226,7 +228,7 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
 
 
 def every_case(options: argparse.Namespace) -> Iterator[Case]:
-    """Eager ones first: they are what most people run, and compile fastest."""
+    """Yields all cases, eager ones first: most users run these, and they compile fastest."""
     for runtime in options.runtime or RUNTIMES:
         if runtime == RUNTIME:
             yield from _best_cases(options)
@@ -239,7 +241,7 @@ def every_case(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _best_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """float16 first; both layouts are in a row."""
+    """Yields the cases of best ways, float16 first; a row has both layouts."""
     for precision in BEST_PRECISIONS:
         for name in ORDER:
             if name in (options.network or NETWORKS) and precision in (options.precision or PRECISIONS):
@@ -247,7 +249,7 @@ def _best_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
-    """Writes one row on a line, in the order of `every_case`, all at once or not at all."""
+    """Writes each row on one line, in the order of `every_case`, all at once or not at all."""
     every = list(every_case(make_parser().parse_args([])))
     document["rows"].sort(key=lambda row: every.index(_case(row)))
     rows = ",\n".join("  " + json.dumps(row) for row in document["rows"])
@@ -263,20 +265,16 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 all was measured, 1 something was not (it is listed), 2 usage or no GPU.",
     )
     parser.add_argument(
-        "--network", action="append", choices=list(NETWORKS), help="repeatable; all without it"
+        "--network", action="append", choices=list(NETWORKS), help="repeatable (default: all)"
     )
-    parser.add_argument(
-        "--precision", action="append", choices=PRECISIONS, help="repeatable; both without it"
-    )
-    parser.add_argument(
-        "--layout", action="append", choices=list(LAYOUTS), help="repeatable; both without it"
-    )
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="repeatable (default: both)")
+    parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="repeatable (default: both)")
     parser.add_argument(
         "--runtime",
         action="append",
         choices=RUNTIMES,
-        help="repeatable; all without it. best: every way to run the network, PyTorch's best and ours, in both "
-        "layouts. A network whose `no_compile` says why is not compiled",
+        help="repeatable (default: all). best: every way to run the network, PyTorch's best and ours, in both "
+        "layouts. A network whose `no_compile` gives a reason is not compiled",
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: %(default)s)")
     parser.add_argument(
@@ -287,10 +285,10 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=0.5,
         metavar="S",
-        help="as many samples of each timing as fit, from 5 to 200 (default: %(default)s)",
+        help="seconds for the samples of each timing, which are 5 to 200 (default: %(default)s)",
     )
-    parser.add_argument("--iters", type=int, metavar="N", help="so many samples instead")
-    parser.add_argument("--seconds", type=float, help="start no further row after so long")
+    parser.add_argument("--iters", type=int, metavar="N", help="take this many samples instead")
+    parser.add_argument("--seconds", type=float, help="start no further row after this time")
     parser.add_argument(
         "--workers", type=int, default=12, help="processes that compile ahead; 0: none (default: %(default)s)"
     )
@@ -299,7 +297,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=100.0,
         metavar="S",
-        help="compile nothing ahead after so long (default: %(default)s)",
+        help="stop compiling ahead after this time (default: %(default)s)",
     )
     parser.add_argument(
         "--at-once",
@@ -326,14 +324,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--renew",
         action="store_true",
-        help="as --resume; and once no row is missing, measure those of other commits again",
+        help="like --resume; then, if no row is missing, measure those of other commits again",
     )
     parser.add_argument(
         "--json",
         type=Path,
         default=Path(__file__).parent / "results" / "h200-models.json",
         metavar="FILE",
-        help="where the rows go (default: %(default)s)",
+        help="the file for the rows (default: %(default)s)",
     )
     parser.add_argument("--show", action="store_true", help="measure nothing: print every row of --json")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What benchmarks.models measured of best ways, for a reader: a table, a chart for the README."""
+"""Reports what benchmarks.models measured of best ways: a table, and a chart for the README."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def best_rows(document: Row) -> list[Row]:
 
 
 def best_table(document: Row) -> Table | None:
-    """A line for each network, precision and stage; None where no best ways were measured."""
+    """Returns a line for each network, precision and stage; None if no best ways were measured."""
     rows = best_rows(document)
     if not rows:
         return None
@@ -57,7 +57,7 @@ def _cells(row: Row, stage: Row) -> list[str]:
 
 
 def best_means(document: Row) -> Iterator[str]:
-    """Over all rows of a stage: our best way over PyTorch's, and over today."""
+    """Yields the means over all rows of a stage: our best way over PyTorch's, and over today's."""
     for name, title in STAGES.items():
         found = [stage for row in best_rows(document) for stage in row["stages"] if stage["stage"] == name]
         if found:
@@ -71,7 +71,7 @@ def best_means(document: Row) -> Iterator[str]:
 
 
 def best_chart(document: Row) -> str | None:
-    """Times as fast as today, PyTorch's best way and ours, as SVG, light and dark; None where there is no row."""
+    """Draws PyTorch's best way and ours, as times as fast as today, as SVG, light and dark; None if there is no row."""
     rows = best_rows(document)
     if not rows:
         return None

@@ -1,4 +1,4 @@
-"""What benchmarks.models measured, for a reader: a table for the terminal, a chart for the READMEs."""
+"""Reports what benchmarks.models measured: a table for the terminal, a chart for the READMEs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tconv_swap.report.figures import COLOURS, Figure, settings, standalone_svg
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("forward", "step")
 TITLES = {"forward": "forward", "step": "training step"}
-#: Marker and colour of each mode; hollow is channels_last.
+#: The marker and colour of each mode; hollow markers are channels_last.
 MARKS = {
     ("tf32", "nchw"): ("o", "other", True),
     ("tf32", "channels_last"): ("o", "other", False),
@@ -27,7 +27,7 @@ MARKS = {
     ("fp16", "channels_last"): ("s", "after", False),
 }
 
-#: Beside the marks, for the shares: a part of the width that the marks take.
+#: The width for the shares beside the marks, as a part of the width of the marks.
 SHARE_ROOM = 0.35
 
 Row = Mapping[str, Any]
@@ -62,7 +62,7 @@ def table(document: Row) -> str:
 
 
 def _commits(document: Row) -> str:
-    """Returns the commit that was measured, or how many rows are of which."""
+    """Returns the commit that was measured, or the number of rows of each commit."""
     commit = document["settings"]["commit"]
     found = Counter(row.get("commit", commit) for row in document["rows"])
     if len(found) < 2:
@@ -111,7 +111,7 @@ def _means(document: Row) -> Iterator[str]:
 
 
 def chart(document: Row) -> str:
-    """Returns the speedups of the eager rows as SVG, light and dark, beside the share that bounds them (Amdahl)."""
+    """Draws the speedups of the eager rows as SVG, light and dark, beside the share that bounds them (Amdahl)."""
     rows = [row for row in document["rows"] if row["runtime"] == "eager"]
     names = list(dict.fromkeys(row["network"] for row in rows))
     with settings():
@@ -172,7 +172,7 @@ def _share(rows: list[Row], name: str, stage: str) -> str:
 
 
 def fill_readmes(document: Row, name: str) -> None:
-    """Puts the charts and the means into their place in README.md and in benchmarks/README.md."""
+    """Puts the charts and the means between their markers in README.md and in benchmarks/README.md."""
     means = " ".join(f"{line}." for line in (*best_means(document), *_means(document)))
     origin = f"{machine_name(document['environment'])}, {_commits(document)}."
     for path, folder in (

@@ -1,4 +1,4 @@
-"""One row of benchmarks.models: a network in one mode, built twice, compared and timed."""
+"""Measures one row of benchmarks.models: a network in one mode, built twice, compared and timed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tconv_swap.measurement.stages import (
 )
 from tconv_swap.measurement.timing import time_interleaved
 
-#: Between the outputs of a layer, relative (L2): the rounding of TF32 or float16 on both sides, and not much more.
-MOST_DIFFERENCE = 3e-3
+#: The largest relative L2 difference between the outputs of a layer: rounding of TF32 or float16 on both sides.
+MAX_DIFFERENCE = 3e-3
 
 
 class Case(NamedTuple):
-    """One row."""
+    """The case of one row."""
 
     network: str
     precision: str
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Autocast(nn.Module):
-    """A network under float16 autocast, as a training loop runs it; the backward pass is outside, as it must be."""
+    """A network under float16 autocast, as a training loop runs it; the backward pass is outside of the autocast."""
 
     def __init__(self, network: nn.Module, device_type: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Autocast(nn.Module):
 
 
 class Setting(NamedTuple):
-    """What is the same for all rows."""
+    """The settings that all rows share."""
 
     device: torch.device
     tiny: bool
@@ -67,7 +67,7 @@ class Setting(NamedTuple):
 
 
 def measure(case: Case, setting: Setting) -> dict[str, Any]:
-    """One row: both networks built anew, compared, timed interleaved.
+    """Returns one row: both networks are built again, compared, and timed interleaved.
 
     Raises:
         ValueError: the outputs differ by more than rounding explains.
@@ -77,7 +77,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     with _switched(case):
         original, swapped, inputs = original_and_swapped(case, network, setting)
         difference = _difference(original, swapped, inputs)
-        if not difference <= MOST_DIFFERENCE:
+        if not difference <= MAX_DIFFERENCE:
             raise ValueError(f"the outputs of a layer differ by {difference:.1e} of their norm")
         made = explain(swapped, inputs)
         if case.runtime == "compile":
@@ -117,22 +117,23 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
 def time_replayed(
     networks: Mapping[str, nn.Module], inputs: Inputs, setting: Setting, notes: list[str]
 ) -> dict[str, Any] | None:
-    """The forward pass replayed from a CUDA graph, by what the GPU takes for it; None, and a note, where it has none.
+    """Times the forward pass replayed from a CUDA graph on the GPU; returns None, and adds a note, if there is no
+    graph.
 
     Raises:
-        ValueError: what is replayed is not what the network computes.
+        ValueError: the replayed result is not what the network computes.
     """
     graphs: dict[str, Callable[[], None]] = {}
     with cudnn_benchmark():
         for name, network in networks.items():
             try:
                 captured = _captured(network.eval(), inputs)
-            except RuntimeError as error:  # after which this process's GPU is of no use, as PyTorch leaves it
+            except RuntimeError as error:  # PyTorch leaves the GPU unusable for this process then
                 notes.append(f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
                 return None
             difference = captured.difference()
-            if not difference <= MOST_DIFFERENCE:
-                raise ValueError(f"what is replayed of the {name} differs by {difference:.1e} of its norm")
+            if not difference <= MAX_DIFFERENCE:
+                raise ValueError(f"the replayed output of the {name} differs by {difference:.1e} of its norm")
             graphs[name] = captured.graph.replay
     timed = time_interleaved(
         graphs, device=setting.device, launches="hidden", iters=setting.iters, budget_s=setting.budget_s
@@ -141,14 +142,15 @@ def time_replayed(
 
 
 class Captured(NamedTuple):
-    """A forward pass in a CUDA graph, where it leaves its output, and what that should be."""
+    """A forward pass in a CUDA graph, its output tensors, and the expected values."""
 
     graph: torch.cuda.CUDAGraph
     output: Any
     expected: Any
 
     def difference(self) -> float:
-        """Of a replay, relative (L2), of the worst tensor; what the replay does not write is not a number."""
+        """Returns the relative L2 difference of a replay, of the worst tensor; tensors that it does not write are
+        NaN."""
         floats = [
             (found, wanted)
             for (_, found), (_, wanted) in zip(
@@ -176,7 +178,8 @@ def _captured(network: nn.Module, inputs: Inputs) -> Captured:
 
 
 def _shares(timing: BenchmarkReport) -> dict[str, float | None]:
-    """Of the original's time, 0 to 1, that of its transposed convolutions: forward, backward, and a step's both."""
+    """Returns the share of transposed convolutions in the original's time, 0 to 1: forward, backward, and both in a
+    step."""
     found = {"forward": timing.transposed_share("forward"), "backward": timing.transposed_share("backward")}
     step = next((c.original.median_ms for c in timing.network if c.stage == "step"), None)
     layers = sum(layer.original.median_ms * layer.calls for layer in timing.layers)
@@ -213,14 +216,15 @@ def _compiled(network: nn.Module) -> nn.Module:
 
 
 def summed_loss(output: Any) -> Tensor:
-    """Torchvision's detectors give a dict of losses in train mode, the others outputs."""
+    """Returns a scalar loss: torchvision's detectors return a dict of losses in train mode, the others outputs."""
     return sum_of_squares(output)
 
 
 def _difference(original: nn.Module, swapped: nn.Module, inputs: Inputs) -> float:
-    """Relative L2 between the outputs of PyTorch's layers and of ours, on what reaches them; of the worst layer.
+    """Returns the relative L2 difference between the outputs of PyTorch's layers and ours on the same inputs, of the
+    worst layer.
 
-    A guard against timing something else: `tconv_swap.verify` proves more, against float64, in minutes.
+    It prevents timing something else: `tconv_swap.verify` proves more, against float64, in minutes.
     """
     layers = [name for name, m in swapped.named_modules() if isinstance(m, tconv_swap.ConvTranspose2d)]
     if not layers:
@@ -244,8 +248,8 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
 
 
 def run_once(case: Case, setting: Setting) -> None:
-    """Each stage as `benchmark` will run it: another need of gradients would be another graph."""
-    # Dynamo stops compiling a function that it has seen in too many versions: those of the cases before.
+    """Runs each stage as `benchmark` will run it: if other gradients were needed, another graph would be compiled."""
+    # Dynamo stops compiling a function after too many versions, so those of earlier cases are removed.
     torch.compiler.reset()
     with _switched(case):
         original, swapped, inputs = original_and_swapped(case, NETWORKS[case.network], setting)

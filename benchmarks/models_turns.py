@@ -1,8 +1,8 @@
-"""The best ways of several networks at a time: each in a process of its own, the GPU by turns.
+"""Measures the best ways of several networks at a time: each in a separate process, which take turns on the GPU.
 
-Most of such a row is Dynamo and Inductor, which need no GPU. A process holds the GPU from its first tensor on, lets go
-of it while it compiles, and waits for its turn before what was compiled runs: cuDNN's search, captures and timings are
-alone on the GPU.
+Most of the time of such a row is Dynamo and Inductor, which need no GPU. A process holds the GPU from its first tensor
+on, releases it while it compiles, and waits for its turn before the compiled code runs: cuDNN's search, captures and
+timings are alone on the GPU.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from benchmarks.measuring_process import MeasuringProcess, Work
 from benchmarks.models_row import Case, Setting
 from benchmarks.models_ways import measure_best
 
-#: A row takes minutes; without its end for so long the process counts as hung.
+#: A row takes minutes; after this time the process counts as hung.
 SILENCE_SECONDS, START_SECONDS = 600.0, 240.0
-#: What has begun when the time is over may go on for so long.
+#: Rows that have started when the time is over may continue for this long.
 GRACE_SECONDS = 60.0
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 Row = dict[str, Any]
-#: Of a case, in a setting; the third is told what comes next.
+#: Measures a case in a setting; the third argument is called with the next step.
 Measure = Callable[[Case, Setting, Callable[[str], None]], Row]
 
 
 class Turn:
-    """Inside of it this process alone uses the GPU, save while PyTorch compiles: then another may.
+    """Inside, this process alone uses the GPU, except while PyTorch compiles: then another may.
 
-    The lock is a file's, which the system releases however the process ends. ``held_s``: seconds, up to the last time
-    that it was released.
+    The lock is on a file, so the system releases it however the process ends. ``held_s``: the seconds that it was held,
+    up to its last release.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -63,11 +63,11 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         from torch._dynamo.callback import callback_handler
 
-        with suppress(ValueError):  # torch.compiler.reset has removed them
+        with suppress(ValueError):  # torch.compiler.reset has removed them already
             callback_handler.remove_start_callback(self._compilation_begins)
             callback_handler.remove_end_callback(self._compilation_ends)
         assert self._file is not None
-        with suppress(torch.AcceleratorError):  # the row says so
+        with suppress(torch.AcceleratorError):  # the row reports it
             self._let_go()
         self._file.close()
 
@@ -96,7 +96,7 @@ class Turn:
 
 
 def _is_for_the_cpu(arguments: Any) -> bool:
-    """Returns whether what begins or ends is a compilation: the recording of a CUDA graph is also announced."""
+    """Returns whether this is a compilation: the recording of a CUDA graph is announced too."""
     from torch._dynamo.callback import CallbackTrigger
 
     return arguments.callback_trigger in (CallbackTrigger.DYNAMO, CallbackTrigger.LAZY_BACKWARD)
@@ -110,13 +110,14 @@ def rows_by_turns(
     seconds_left: Callable[[], float],
     measure: Measure = measure_best,
 ) -> Iterator[tuple[Case, Row | Exception]]:
-    """The rows as they are done, or why one is not; those that were not begun when the time was over are missing.
+    """Yields the rows as they are done, or why one is not; those that had not started when the time was over are
+    missing.
 
     Args:
-        cases: in the order in which they begin.
-        at_once: how many processes there are.
-        threads: Inductor's, of each process.
-        measure: one row, in its process; pickled.
+        cases: the cases, in the order in which they start.
+        at_once: the number of processes.
+        threads: the number of Inductor's threads in each process.
+        measure: measures one row in its process; pickled.
     """
     processes: set[MeasuringProcess[Case, Row]] = set()
     starting = Lock()
@@ -124,7 +125,7 @@ def rows_by_turns(
     with TemporaryDirectory(prefix="tconv-swap-turn-") as directory:
         make = partial(_make, measure, setting, Path(directory) / "turn")
         before = os.environ.get(_COMPILE_THREADS)
-        os.environ[_COMPILE_THREADS] = str(threads)  # of the processes, which inherit it
+        os.environ[_COMPILE_THREADS] = str(threads)  # the processes inherit it
 
         def row_of(case: Case) -> Row:
             process = MeasuringProcess[Case, Row](make, SILENCE_SECONDS, START_SECONDS)
@@ -173,7 +174,7 @@ def rows_by_turns(
 
 
 def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
-    """In the process of a row."""
+    """Returns the work of a process that measures rows."""
 
     def work(case: Case, announce: Callable[[str], None]) -> Row:
         begin = time.monotonic()

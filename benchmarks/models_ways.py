@@ -1,4 +1,5 @@
-"""One row of benchmarks.models with the runtime "best": the best way to run a network, PyTorch's layers and ours."""
+"""Measures a row of benchmarks.models with the runtime "best": the best way to run a network, PyTorch's layers and
+ours."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.models_row import (
-    MOST_DIFFERENCE,
+    MAX_DIFFERENCE,
     Case,
     Setting,
     _difference,
@@ -26,7 +27,7 @@ from tconv_swap.ways.search import Progress
 from tconv_swap.ways.way import PYTORCH, TODAY, Way, with_layers
 
 RUNTIME, LAYOUT = "best", "any"
-#: The largest first: the last rows to begin are to be short.
+#: The largest networks come first, so that the last rows are short.
 ORDER = (
     "maskrcnn",
     "dpt",
@@ -40,30 +41,30 @@ ORDER = (
     "dcgan",
 )
 PRECISIONS = ("fp16", "tf32")
-#: Of a row's stage: seconds for the samples of each way, and of the last comparison.
+#: For each stage of a row: seconds for the samples of each way, and of the last comparison.
 TIMING_S, FINAL_S = 0.15, 0.5
-#: Whose-ever the layers, a layout that is slower by this factor where nothing is compiled is not compiled.
+#: A layout that is slower by this factor without compilation, with either layers, is not compiled.
 HOPELESS = 1.2
-#: Between the outputs of a network in its best way and eagerly, relative (L2): float16 through a whole network.
-MOST_APART = 0.05
+#: The largest relative L2 difference of a network's outputs between its best way and eager: float16 in all layers.
+MAX_DIFFERENCE_OF_NETWORK = 0.05
 
 
 def measure_best(
     case: Case, setting: Setting, announce: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Both stages: every way, and today's, PyTorch's best and ours side by side. ``announce`` is called with what comes
-    next.
+    """Returns both stages: every way, and today's, PyTorch's best and ours timed in one run. ``announce`` is called
+    with the next step.
 
     Raises:
         ValueError: a layer, or the network in its best way, computes something else.
-        Exception: whatever the network raises as it is run today.
+        Exception: whatever the network raises in today's way.
     """
     network = NETWORKS[case.network]
     stages, notes = [], []
     with _switched(case):
         original, swapped, inputs = original_and_swapped(case, network, setting)
         difference = _difference(original, swapped, inputs)
-        if not difference <= MOST_DIFFERENCE:
+        if not difference <= MAX_DIFFERENCE:
             raise ValueError(f"the outputs of a layer differ by {difference:.1e} of their norm")
         del swapped
         for training in (True, False):
@@ -76,7 +77,7 @@ def measure_best(
             stages.append(_stage(found))
             notes += [f"{found.stage}: {note}" for note in found.notes]
             apart = _apart(searched, found.best)
-            if not apart <= MOST_APART:
+            if not apart <= MAX_DIFFERENCE_OF_NETWORK:
                 raise ValueError(f"{found.stage} as {found.best} gives outputs that differ by {apart:.1e}")
     return {
         **case._asdict(),
@@ -99,7 +100,7 @@ def _progress(searched: WaySearch, announce: Callable[[str], None] | None) -> Pr
 
 
 def _stage(found: StageWays) -> dict[str, Any]:
-    """As of other rows, `original` and `swapped` are compared: PyTorch's best way and ours."""
+    """Returns a stage; as in other rows, `original` and `swapped` are compared: PyTorch's best way and ours."""
     fastest = found.best_of(PYTORCH.name), found.our_best
     their_way, our_way = (TODAY.name if row is None else row.way.name for row in fastest)
     times = found.finals
@@ -126,9 +127,10 @@ def _stage(found: StageWays) -> dict[str, Any]:
 
 
 def _apart(searched: WaySearch, best: Way) -> float:
-    """Relative L2 between what a way and PyTorch's layers run eagerly in its layout give, of the worst output.
+    """Returns the relative L2 difference between a way and PyTorch's layers run eagerly in its layout, of the worst
+    output.
 
-    In its layout, since dropout draws its mask in the order of the memory.
+    The layout is the same, since dropout draws its mask in memory order.
     """
     theirs = build(
         with_layers(copy.deepcopy(searched.model), PYTORCH.name),

@@ -1,9 +1,9 @@
-"""Whether a layer's neighbours are as fast as it is: ``python -m benchmarks.neighbours --json FILE``.
+"""Measures whether a layer's neighbours are as fast as the layer: ``python -m benchmarks.neighbours --json FILE``.
 
-What "auto" takes of the suite and 60 layers drawn at random, and of each with one image more or less, one row or column
-more or less, and 8 channels more or less: the time that a multiply-add takes there, over that of the layer itself. All
-of one layer side by side. ``benchmarks.sweep`` says how it runs. Exit codes: 0 all was measured, 1 time ran out or
-something failed (it is listed), 2 usage, or no GPU.
+Takes the suite and 60 random layers, and neighbours of each: one image, one row or one column more or less, 8 channels
+more or less. Times what "auto" takes, and reports the time for a multiply-add over that of the layer itself; all of one
+layer are timed in one run. ``benchmarks.sweep`` describes how it runs. Exit codes: 0 all was measured, 1 time ran out
+or something failed (it is listed), 2 usage, or no GPU.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from benchmarks.ablation_measure import (
     Call,
     Task,
     Tensors,
+    by_pytorch,
     check_alive,
-    pytorchs,
     synchronize,
 )
 from benchmarks.families import MASKS, PYTORCH, family_of
 from benchmarks.kernels import problem_of
 from benchmarks.measuring_process import Work
 from benchmarks.neighbours_rows import OWN, Row, neighbours_of, report, summary
-from benchmarks.random_layers import class_of
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
-from benchmarks.sweep import Sweep, add_options, measuring
-from tconv_swap.cuda import call
+from benchmarks.stage_row import stage_fields
+from benchmarks.sweep import Sweep, measuring
+from benchmarks.sweep_options import current_gpu
+from benchmarks.sweep_options import make_parser as sweep_parser
 from tconv_swap.cuda.choice import choose_backward, choose_forward
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.kernels.plan import with_weight_layout
@@ -51,14 +52,14 @@ BENCHMARK = "neighbours"
 SECONDS = 300.0
 WARMUP, SAMPLES = 2, 7
 
-#: Of each neighbour its problem, and the plan that "auto" takes; None: PyTorch's operator.
+#: For each neighbour its problem, and the plan that "auto" takes; None: PyTorch's operator.
 Posed = Mapping[str, tuple[Problem, Plan | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A task whose kernels are in the cache on disk: of each stage, by the neighbour's name. ``failures``: what does
-    not compile, or was taken out, as "stage/neighbour"."""
+    """A task whose kernels are in the cache on disk: for each stage, by the neighbour's name. ``failures``: what does
+    not compile, or was removed, as "stage/neighbour"."""
 
     task: Task
     stages: Mapping[str, Posed]
@@ -66,12 +67,13 @@ class Prepared:
 
     @property
     def launches(self) -> int:
-        """Of all plans."""
+        """Returns the number of launches of all plans."""
         plans = [made for posed in self.stages.values() for _, made in posed.values()]
         return sum(len(made.launches) for made in plans if made is not None)
 
     def without(self, running: str, how: str) -> Prepared | None:
-        """The same without what ran when the process stopped; None if that was the layer itself, or all of them."""
+        """Returns the same without what ran when the process stopped; None if that was the layer itself, or all of
+        them."""
         stage, _, name = running.partition("/")
         if name == OWN or name not in self.stages.get(stage, {}):
             return None
@@ -80,7 +82,7 @@ class Prepared:
 
 
 def prepare(task: Task, device: Device, directions: Mapping[str, tuple[str, ...]]) -> Prepared:
-    """Plan and compile; needs no GPU."""
+    """Plans and compiles; needs no GPU."""
     stages: dict[str, dict[str, tuple[Problem, Plan | None]]] = {}
     failures: dict[str, str] = {}
     layers = {
@@ -95,7 +97,9 @@ def prepare(task: Task, device: Device, directions: Mapping[str, tuple[str, ...]
                 made = choose_forward(problem, layer.bias, device, "auto").plan
             else:
                 problem = with_weight_layout(problem, problem.channels_last)
-                (step,) = choose_backward(problem, MASKS[stage], device, "auto")  # one gradient is one step
+                (step,) = choose_backward(
+                    problem, MASKS[stage], device, "auto"
+                )  # a single gradient is one step
                 made = step.plan
             try:
                 for one in made.launches if made is not None else ():
@@ -108,10 +112,10 @@ def prepare(task: Task, device: Device, directions: Mapping[str, tuple[str, ...]
 
 
 def measure(prepared: Prepared, device: torch.device, architecture: str, announce: Announce) -> list[Row]:
-    """The rows of a task; none where the layer itself does not run.
+    """Returns the rows of a task; none if the layer itself does not run.
 
     Raises:
-        RuntimeError: there is no memory for the tensors.
+        RuntimeError: there is not enough memory for the tensors.
         SystemExit: the GPU is lost.
     """
     task, rows = prepared.task, []
@@ -150,7 +154,7 @@ def _call(
     architecture: str,
 ) -> Call:
     if made is None:
-        return partial(pytorchs, problem, stage, tensors)
+        return partial(by_pytorch, problem, stage, tensors)
     handle = launch.add_plan(made, problem.dtype, device, architecture)
     return partial(torch.ops.tconv_swap.launch.default, handle, list(tensors))
 
@@ -158,13 +162,7 @@ def _call(
 def _row(prepared: Prepared, stage: str, times: Mapping[str, float], failures: Mapping[str, str]) -> Row:
     task, posed = prepared.task, prepared.stages[stage]
     return Row(
-        layer=task.layer.name,
-        geometry=str(task.layer),
-        layer_class=class_of(task.layer.geometry),
-        of_suite=task.of_suite,
-        mode=task.mode,
-        layout=task.layout,
-        stage=stage,
+        **stage_fields(task.layer, task.of_suite, task.mode, task.layout, stage),
         microseconds=times,
         macs={name: posed[name][0].geometry.macs for name in times},
         families={name: _family(posed[name][1]) for name in times},
@@ -179,7 +177,8 @@ def _family(made: Plan | None) -> str:
 
 
 def _buffers(prepared: Prepared, device: torch.device) -> list[Tensor]:
-    """Random elements for an input, a weight, an output and a bias of every neighbour: each begins at the first."""
+    """Returns random elements for an input, a weight, an output and a bias of every neighbour: each uses the first
+    ones."""
     problems = [problem for posed in prepared.stages.values() for problem, _ in posed.values()]
     generator = torch.Generator(device).manual_seed(zlib.crc32(prepared.task.layer.name.encode()))
     return [
@@ -199,7 +198,7 @@ def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def _tensors(problem: Problem, task: Task, buffers: Sequence[Tensor]) -> Tensors:
-    """Input, weight and bias, or grad_output, input and weight, as the problem says that they lie."""
+    """Returns input, weight and bias, or grad_output, input and weight, with the layouts of the problem."""
     lie = problem.channels_last, problem.weight_channels_last, problem.channels_last, False
     input, weight, output, bias = starmap(_view, zip(buffers, _shapes(problem), lie, strict=True))
     if task.direction == "backward":
@@ -216,27 +215,21 @@ def _view(buffer: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
-    facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    facts = current_gpu()
     found = sweep(facts, directions_of(options))
-    code = found.read(options)
-    if code is not None:
-        return code
-    if facts is None:
-        found.say("torch.cuda.is_available() is False: no GPU")
-        return 2
-    return found.main(tasks_of(options), settings_of(options), options)
+    return found.command(facts, lambda: tasks_of(options), settings_of(options), options)
 
 
 def sweep(facts: Device | None, directions: Mapping[str, tuple[str, ...]]) -> Sweep[Task, Prepared, Row]:
-    """The benchmark on a GPU of these facts; without one, what reads its files."""
+    """Returns the benchmark for a GPU of these facts; without a GPU, it only reads files."""
     return Sweep(
         BENCHMARK,
         partial(prepare, device=facts, directions=directions),  # type: ignore[arg-type]
         partial(_measuring, facts),  # type: ignore[arg-type]
         Row,
-        _told,
+        _progress_words,
         report,
         summary,
     )
@@ -251,19 +244,18 @@ def _measuring(facts: Device) -> Work[Prepared, list[Row]]:
     return measuring(device, measured)
 
 
-def _told(rows: Sequence[Row]) -> str:
+def _progress_words(rows: Sequence[Row]) -> str:
     return "; ".join(
         f"{row.stage} {row.microseconds[OWN]:.1f} us, {row.worst} x{row.ratio(row.worst):.2f}" for row in rows
     )
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.neighbours",
-        description='Time what "auto" takes of layers beside what it takes of the layers next to them.',
-        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    parser = sweep_parser(
+        BENCHMARK,
+        'Time what "auto" takes of layers beside what it takes of the layers next to them.',
+        SECONDS,
     )
-    add_options(parser, SECONDS)
     add_selection(parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""The neighbours of a layer, what was measured of them, and what that says."""
+"""Defines the neighbours of a layer, the rows of their measurements, and what follows from these."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.ablation_rows import geometric_mean
+from benchmarks.stage_row import StageRow
 from benchmarks.table import Table
 from tconv_swap.geometry import Geometry
 
 #: The name of the layer itself among its neighbours.
 OWN = "layer"
 CHANNELS = 8
-#: Of the time for a multiply-add, over the layer's own: more is a cliff.
-MOST = 1.3
+#: The largest time for a multiply-add over the layer's own that is not a cliff.
+MAX_RATIO = 1.3
 WORST_SHOWN = 20
 
 
 def neighbours_of(geometry: Geometry) -> dict[str, Geometry]:
-    """The layer and its neighbours, by name, of those that there are: ``"height +1"``. Channels come in the least
+    """Returns the layer and its existing neighbours by name, such as ``"height +1"``. Channels change by the smallest
     multiple of 8 that the groups divide; those of a depthwise layer are its groups too."""
     g = geometry
     channels = math.lcm(CHANNELS, g.groups)
@@ -46,52 +47,45 @@ def neighbours_of(geometry: Geometry) -> dict[str, Geometry]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One stage of one layer in one mode and layout, and its neighbours, by name: times in microseconds (medians from a
-    cold L2), multiply-adds, what "auto" takes. ``failures``: why others have no time."""
+class Row(StageRow):
+    """One stage of one layer in one mode and layout, and its neighbours by name: times in microseconds (medians from a
+    cold L2 cache), multiply-adds, and what "auto" takes. ``failures``: why others have no time."""
 
-    layer: str
-    geometry: str
-    layer_class: str
-    of_suite: bool
-    mode: str
-    layout: str
-    stage: str
     microseconds: Mapping[str, float]
     macs: Mapping[str, int]
     families: Mapping[str, str]
     failures: Mapping[str, str]
 
     def ratio(self, name: str) -> float:
-        """The time for a multiply-add there, over the layer's own."""
+        """Returns the neighbour's time for a multiply-add over the layer's own."""
         return self.slower(name) * self.macs[OWN] / self.macs[name]
 
     def slower(self, name: str) -> float:
-        """The time there, over the layer's own."""
+        """Returns the neighbour's time over the layer's own."""
         return self.microseconds[name] / self.microseconds[OWN]
 
     @property
     def worst(self) -> str:
-        """The neighbour whose multiply-adds take longest."""
+        """Returns the neighbour whose multiply-adds take longest."""
         return max(self.microseconds, key=self.ratio)
 
     @property
     def is_cliff(self) -> bool:
-        """Whether a multiply-add of some neighbour takes too long, and not only since fewer of them share what a
-        launch takes whatever its size: it takes longer in all."""
-        return any(self.ratio(name) > MOST and self.slower(name) > 1 for name in self.microseconds)
+        """Returns whether a multiply-add of some neighbour takes too long, and the neighbour also takes longer in
+        total: with fewer multiply-adds, each bears more of the fixed cost of a launch."""
+        return any(self.ratio(name) > MAX_RATIO and self.slower(name) > 1 for name in self.microseconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of one stage.
+    """The rows of one stage.
 
     Attributes:
-        group: ``"forward, suite"``.
-        rows: how many.
-        mean: of the worst neighbour's ratio, the geometric mean; ``largest``: of one row.
-        above: the rows whose worst neighbour is above ``MOST``.
-        cliffs: those of them where a neighbour above it takes longer than the layer in all.
+        group: its name, such as ``"forward, suite"``.
+        rows: the number of rows.
+        mean: the geometric mean of the worst neighbours' ratios; ``largest``: the largest ratio.
+        above: the number of rows whose worst neighbour is above ``MAX_RATIO``.
+        cliffs: the number of these in which such a neighbour takes longer than the layer in total.
     """
 
     group: str
@@ -103,7 +97,7 @@ class Group:
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """Of every stage on the suite and on the random layers, then of all."""
+    """Returns a group for every stage on the suite and on the random layers, then for all."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         where = "suite" if row.of_suite else "random layers"
@@ -119,18 +113,18 @@ def _group(name: str, rows: Sequence[Row]) -> Group:
         rows=len(rows),
         mean=geometric_mean(ratios),
         largest=max(ratios),
-        above=sum(ratio > MOST for ratio in ratios),
+        above=sum(ratio > MAX_RATIO for ratio in ratios),
         cliffs=sum(row.is_cliff for row in rows),
     )
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """As values that ``json`` can write."""
+    """Returns the groups as values that ``json`` can write."""
     return {"groups": [asdict(group) for group in groups_of(rows)]}
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Every group, and the rows with the worst neighbours, as text."""
+    """Returns every group, and the rows with the worst neighbours, as text."""
     if not rows:
         return "nothing was measured"
     groups = [
@@ -138,7 +132,7 @@ def report(rows: Sequence[Row]) -> str:
         for one in groups_of(rows)
     ]
     worst = sorted(rows, key=lambda row: -row.ratio(row.worst))[:WORST_SHOWN]
-    headings = ["group", "rows", "worst neighbour", "largest", f"above {MOST}", "and slower"]
+    headings = ["group", "rows", "worst neighbour", "largest", f"above {MAX_RATIO}", "and slower"]
     return "\n".join([Table(headings, groups).text(), *map(_line, worst)])
 
 

@@ -1,6 +1,6 @@
-"""Networks with transposed convolutions that people use, as published, with random weights and made-up inputs.
+"""Builds well-known networks with transposed convolutions, as published, with random weights and random inputs.
 
-Nothing is downloaded. Those of examples/ are built by them; the others come from torchvision and transformers.
+Nothing is downloaded. Some are built by the files of examples/; the others come from torchvision and transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
-#: What a network is called with: positional arguments, or keyword arguments.
+#: The arguments of a network: positional ones, or keyword arguments.
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
@@ -26,11 +26,11 @@ class Network:
     """One network.
 
     Attributes:
-        name, title: for the command line, and for a reader.
-        build: ``build(tiny)`` gives the network as published, or, for a machine without a GPU, the same in small.
-        inputs: ``inputs(batch, tiny, device)``.
-        batch: images, or prompts, at a time.
-        no_compile: why it is not measured under ``torch.compile``; ``""`` where it is.
+        name, title: the names for the command line and for the reader.
+        build: ``build(tiny)`` returns the network as published or, for a machine without a GPU, a small one.
+        inputs: ``inputs(batch, tiny, device)`` returns its arguments.
+        batch: the number of images, or prompts, of one call.
+        no_compile: why it is not measured under ``torch.compile``; ``""`` if it is.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Network:
 
 
 def _example(name: str) -> Any:
-    """A module of examples/, which are scripts and import one another by name."""
+    """Imports a module of examples/; these are scripts that import one another by name."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module(name)
@@ -80,7 +80,7 @@ def _cyclegan(tiny: bool) -> nn.Module:
 
 
 def _vae_decoder(tiny: bool) -> nn.Module:
-    """The decoder: a code in, an image out."""
+    """Returns the decoder, which makes an image from a code."""
     decoder: nn.Module = _example("vae").Autoencoder(*((32, 4) if tiny else (64, 64))).decoder
     return decoder
 
@@ -94,7 +94,8 @@ def _unet(tiny: bool) -> nn.Module:
 
 
 class _PoseNetwork(nn.Module):
-    """SimpleBaseline (Xiao et al. 2018): a ResNet, three k4 s2 p1 transposed convolutions, a heat map a joint."""
+    """SimpleBaseline (Xiao et al. 2018): a ResNet, three k4 s2 p1 transposed convolutions, a heat map for each
+    joint."""
 
     def __init__(self, tiny: bool) -> None:
         super().__init__()
@@ -123,7 +124,8 @@ def _people(batch: int, tiny: bool, device: torch.device) -> Arguments:
 
 
 def _mask_rcnn(tiny: bool) -> nn.Module:
-    """Two classes, so that random weights score above the threshold and the mask head has its 100 boxes an image."""
+    """Has two classes, so that random weights score above the threshold and the mask head gets its 100 boxes per
+    image."""
     from torchvision.models.detection import maskrcnn_resnet50_fpn
 
     if tiny:
@@ -137,7 +139,7 @@ def _disks(batch: int, tiny: bool, device: torch.device) -> Arguments:
 
 
 class _SamDecoder(nn.Module):
-    """SAM's interactive part: prompts on an image that the encoder has seen already, masks out."""
+    """SAM's interactive part: from prompts on an image that the encoder has already seen to masks."""
 
     def __init__(self, tiny: bool) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class _SamDecoder(nn.Module):
         )
 
         side = 128 if tiny else 1024
-        # The encoder is not called: as small as it can be.
+        # The encoder is not called, so it is as small as possible.
         vision = SamVisionConfig(
             hidden_size=32,
             num_hidden_layers=1,
@@ -173,7 +175,7 @@ class _SamDecoder(nn.Module):
 
 
 def _prompts(batch: int, tiny: bool, device: torch.device) -> Arguments:
-    """One image an entry, four points on each."""
+    """Returns prompts: one image per entry, with four points on each."""
     side = 8 if tiny else 64
     points = 16 * side * torch.rand(batch, 4, 1, 2, generator=torch.Generator().manual_seed(0))
     return (_random(batch, 256, side, side, device=device), points.to(device))

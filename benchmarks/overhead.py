@@ -1,4 +1,4 @@
-"""What a call costs before the GPU works: Python to launch on a tiny layer, first call, second process.
+"""Measures what a call costs before the GPU works: Python to launch on a tiny layer, first call, second process.
 
     python -m benchmarks.overhead
 
@@ -31,7 +31,7 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.runtime.cache import write_atomically
 
 CALLS = 300
-#: Of the network whose training step is timed: what a layer adds, beside what a step costs at all.
+#: The number of layers of the network whose training step is timed: it shows the cost per layer beside that of a step.
 LAYERS = 8
 ROUNDS = 15
 BACKENDS: tuple[Backend, ...] = ("auto", "kernel")
@@ -68,7 +68,7 @@ def _alternating(*ways: Callable[[], object], calls: int = CALLS) -> list[float]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-#: What was printed, for ``--json``.
+#: The printed rows, for ``--json``.
 _rows: list[dict[str, Any]] = []
 
 
@@ -79,7 +79,7 @@ def _line(name: str, times: Sequence[float]) -> None:
 
 
 def _steps(autocast: bool, layout: torch.memory_format, backend: Backend) -> list[Callable[[], object]]:
-    """A training step of a network of tiny layers: PyTorch's, ours."""
+    """Returns a training step of a network of tiny layers: PyTorch's, ours."""
     theirs = nn.Sequential(*(nn.ConvTranspose2d(8, 8, 3, 1, 1) for _ in range(LAYERS))).cuda()
     theirs.to(memory_format=layout)  # type: ignore[call-overload]
     ours = tconv_swap.swap_layers(theirs, inplace=False, backend=backend)
@@ -104,7 +104,7 @@ NCHW, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 
 
 def _layers(layout: torch.memory_format, backend: Backend) -> list[nn.Module]:
-    """PyTorch's, ours."""
+    """Returns PyTorch's layer and ours."""
     native = nn.ConvTranspose2d(8, 8, 2, stride=2).cuda().to(memory_format=layout)  # type: ignore[call-overload]
     return [native, tconv_swap.swap_layers(native, inplace=False, backend=backend)]
 
@@ -112,7 +112,7 @@ def _layers(layout: torch.memory_format, backend: Backend) -> list[nn.Module]:
 def _forward_and_backward(
     layer: nn.Module, inputs: Sequence[torch.Tensor], autocast: bool
 ) -> Callable[[], object]:
-    """Of the inputs in turn, one for each call."""
+    """Returns a call that takes the inputs in turn."""
     turn = iter(range(1 << 60))
 
     def called() -> None:
@@ -125,7 +125,7 @@ def _forward_and_backward(
 
 
 def _both_ways(backend: Backend) -> None:
-    """Forward and backward, in each layout, after the other one, and with two of them or two sizes in turn."""
+    """Times forward and backward in each layout, after the other one, and with two layouts or two sizes in turn."""
     image = torch.randn(2, 8, 4, 4, device="cuda")
     images = {form: image.contiguous(memory_format=form) for form in (NCHW, CHANNELS_LAST)}
     for autocast in (False, True):
@@ -161,7 +161,7 @@ def _first_calls(cache: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.overhead needs an NVIDIA GPU", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""What it costs to plan a size that was not seen before, of a layer that was: ``python -m benchmarks.planning``.
+"""Times the planning of a new size of a known layer: ``python -m benchmarks.planning``.
 
-No GPU is asked for: planning is a pure function. Prints microseconds for each layer of the suite, the median over
-random sizes, of the forward pass and of the backward pass with all gradients, as on an H200, by what "auto" chooses.
+Needs no GPU: planning is a pure function. Prints microseconds for each layer of the suite, the median over random
+sizes, of the forward pass and of the backward pass with all gradients, for an H200 with what "auto" chooses.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tconv_swap.measurement.suite import load_suite
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DTYPES = (torch.float32, torch.float16)
-#: The first sizes of a layer make its kernels known.
+#: The number of first sizes of a layer that are not timed: they plan its kernels.
 KNOWN = 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__)
-    parser.add_argument("--only", help="layers of the suite, by comma")
-    parser.add_argument("--sizes", type=int, default=40, help="of each layer (default 40)")
-    parser.add_argument("--backward", action="store_true", help="the backward pass too")
+    parser.add_argument("--only", help="names of layers of the suite, separated by commas")
+    parser.add_argument("--sizes", type=int, default=40, help="number of sizes of each layer (default 40)")
+    parser.add_argument("--backward", action="store_true", help="also time the backward pass")
     options = parser.parse_args(arguments)
     suite = load_suite()
     layers = suite.select(options.only.split(",")) if options.only else suite.layers

@@ -1,6 +1,6 @@
-"""Layers drawn at random beside the suite, of the classes that real networks have; the same for the same seed.
+"""Draws random layers beside the suite, of the classes that real networks have; the same for the same seed.
 
-A rule or a cost that was fitted to the suite shows here what it is worth elsewhere.
+They show the worth of a rule or a cost that was fitted to the suite on other layers.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.measurement.suite import Layer
 
 SEED = 19
-#: How many of each class are at least 60 in all.
+#: With so many of each class there are at least 60 in all.
 OF_EACH_CLASS = 6
 #: Elements of the largest tensor: 100 MB of float32.
-MOST_ELEMENTS = 25_000_000
+MAX_ELEMENTS = 25_000_000
 #: Multiply-adds: a few tenths of a millisecond on the tensor cores of an H200.
-MOST_MACS = 60e9
+MAX_MACS = 60e9
 
-#: Taps from which a kernel counts as large.
+#: A kernel with at least this many taps counts as large.
 LARGE_KERNEL_TAPS = 100
-#: Output channels up to which a layer is a head: an image, a depth, a waveform.
+#: A layer with at most this many output channels is a head: an image, a depth, a waveform.
 FEW_CHANNELS = 4
 #: Mask heads run on regions: many small maps.
 REGIONS, REGION_PIXELS = 32, 28 * 28
@@ -31,7 +31,7 @@ OTHER = "other"
 
 
 def class_of(geometry: Geometry) -> str:
-    """The class of a layer, by its geometry alone: one of ``CLASSES``, or ``"other"``."""
+    """Returns the class of a layer by its geometry: one of ``CLASSES``, or ``"other"``."""
     g = geometry
     kernel_is_stride = g.kernel == g.stride
     is_k4s2 = g.kernel == (4, 4) and g.stride == (2, 2)
@@ -53,13 +53,13 @@ def class_of(geometry: Geometry) -> str:
 
 
 def random_layers(of_each_class: int = OF_EACH_CLASS, seed: int = SEED) -> tuple[Layer, ...]:
-    """``of_each_class`` distinct layers of every class, by turns of the classes.
+    """Returns ``of_each_class`` distinct layers of every class, in turn.
 
-    The first layers of a larger number are those of a smaller one.
+    The first layers of a larger number are those of a smaller number.
     """
     found: dict[str, list[Layer]] = {}
     for name, draw in CLASSES.items():
-        # A generator of its own: one class does not depend on how often another drew.
+        # Each class has its own generator, so it does not depend on how often another class drew.
         source = random.Random(f"{seed} {name}")
         geometries: dict[Geometry, bool] = {}
         while len(geometries) < of_each_class:
@@ -74,29 +74,29 @@ def random_layers(of_each_class: int = OF_EACH_CLASS, seed: int = SEED) -> tuple
 
 
 def fitted(geometry: Geometry) -> Geometry:
-    """The geometry with as many images as ``MOST_ELEMENTS`` and ``MOST_MACS`` allow, or one."""
+    """Returns the geometry with as many images as ``MAX_ELEMENTS`` and ``MAX_MACS`` allow, but at least one."""
     image = geometry.with_batch(1)
-    most = min(MOST_ELEMENTS // _largest(image), int(MOST_MACS / image.macs))
+    most = min(MAX_ELEMENTS // _largest(image), int(MAX_MACS / image.macs))
     return geometry.with_batch(max(1, min(geometry.batch, most)))
 
 
 def _is_moderate(geometry: Geometry) -> bool:
-    return _largest(geometry) <= MOST_ELEMENTS and geometry.macs <= MOST_MACS
+    return _largest(geometry) <= MAX_ELEMENTS and geometry.macs <= MAX_MACS
 
 
 def _largest(geometry: Geometry) -> int:
-    """Elements of the larger of input and output."""
+    """Returns the number of elements of the larger of input and output."""
     return max(math.prod(geometry.input_shape), math.prod(geometry.output_shape))
 
 
 def _size(source: random.Random, least: int, most: int) -> int:
-    """Of a map: a multiple of 8 half of the time where there is one, else any."""
+    """Returns the size of a map: half of the time a multiple of 8 if there is one, otherwise any."""
     multiples = range(-(-least // 8) * 8, most + 1, 8)
     return source.choice(multiples) if multiples and source.random() < 0.5 else source.randint(least, most)
 
 
 def _channels(source: random.Random, usual: Iterable[int]) -> int:
-    """A usual number, or a third of the time another near it: networks are widened and pruned."""
+    """Returns a usual number, or in a third of the cases another one near it: networks are widened and pruned."""
     channels = source.choice(list(usual))
     if source.random() < 2 / 3:
         return channels
@@ -104,7 +104,7 @@ def _channels(source: random.Random, usual: Iterable[int]) -> int:
 
 
 def _batch(source: random.Random, most: int) -> int:
-    """The larger of two draws: small ones leave a large GPU idle whatever computes them."""
+    """Returns the larger of two draws: small batches leave a large GPU idle whatever computes them."""
     sizes = [n for n in (1, 2, 3, 4, 5, 8, 12, 16, 24, 32, 64, 100, 128) if n <= most]
     return max(source.choice(sizes), source.choice(sizes))
 
@@ -240,7 +240,7 @@ def _geometry(
     )
 
 
-#: How a layer of each class is drawn.
+#: The function that draws a layer of each class.
 CLASSES: dict[str, Callable[[random.Random], Geometry]] = {
     "k4s2": _k4s2,
     "kernel equals stride": _kernel_equals_stride,

@@ -1,9 +1,9 @@
 """Compares new results with the committed ones, row by row: ``python -m benchmarks.ratchet NEW.json [COMMITTED.json]``.
 
-Of results of benchmarks.layers, regret, ablation, neighbours, models, blocks, varying and overhead. A row's speed is
-PyTorch's time over ours in one run, so that runs of different machines compare; a neighbour's is the layer's own time
-for a multiply-add over the worst neighbour's. Named are the rows and geometric means that fell, the rows slower than
-PyTorch's, and those that are missing. Exit codes: 0 none, 1 some, 2 usage.
+Reads results of benchmarks.layers, regret, ablation, neighbours, models, blocks, varying and overhead. The speed of a
+row is PyTorch's time over ours in one run, so that runs of different machines can be compared; that of a neighbour is
+the layer's own time for a multiply-add over the worst neighbour's. It names the rows and geometric means that fell, the
+rows slower than PyTorch's, and missing rows. Exit codes: 0 none, 1 some, 2 usage.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from benchmarks.families import PYTORCH
 from tconv_swap.measurement.suite import load_suite
 
 RESULTS = Path(__file__).parent / "results"
-#: Below this of its committed speed a row has fallen, and a geometric mean.
-LEAST_ROW, LEAST_MEAN = 0.92, 0.98
+#: A row, or a geometric mean, has fallen if it is below this fraction of its committed speed.
+MIN_ROW, MIN_MEAN = 0.92, 0.98
 
 Document = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One row. ``theirs`` and ``ours``: times in one unit. ``least``: the speed below which it is named slower."""
+    """One row. ``theirs`` and ``ours``: times in one unit. ``least``: the speed below which it counts as slower."""
 
     name: str
     group: str
@@ -46,7 +46,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Lines for a reader. ``means``: of every group, before and now; the others name what is not as it should be."""
+    """Lines for the reader. ``means``: those of every group, before and now; the others name what is wrong."""
 
     means: tuple[str, ...]
     fallen_means: tuple[str, ...]
@@ -62,8 +62,8 @@ class Verdict:
     def __str__(self) -> str:
         titles = {
             "geometric means, committed and new": self.means,
-            f"geometric means below {LEAST_MEAN} of the committed": self.fallen_means,
-            f"rows below {LEAST_ROW} of the committed": self.fallen,
+            f"geometric means below {MIN_MEAN} of the committed": self.fallen_means,
+            f"rows below {MIN_ROW} of the committed": self.fallen,
             "rows too slow": self.slower,
             "rows missing": self.missing,
             "not measured": self.failures,
@@ -75,10 +75,10 @@ class Verdict:
 
 
 def compare(new: Document, committed: Document) -> Verdict:
-    """What the new results say beside the committed ones.
+    """Compares the new results with the committed ones.
 
     Raises:
-        ValueError: they are of two benchmarks, or of one without PyTorch's times.
+        ValueError: they come from two benchmarks, or from one without PyTorch's times.
     """
     kinds = _kind(new), _kind(committed)
     if kinds[0] != kinds[1]:
@@ -94,10 +94,10 @@ def compare(new: Document, committed: Document) -> Verdict:
         old_mean, new_mean = (geometric_mean(pair[side].speed for pair in pairs) for side in (0, 1))
         line = f"{group}: {old_mean:.3f}x, {new_mean:.3f}x ({new_mean / old_mean:.3f}) over {len(pairs)} rows"
         means.append(line)
-        if new_mean < LEAST_MEAN * old_mean:
+        if new_mean < MIN_MEAN * old_mean:
             fallen_means.append(line)
     fallen = sorted(
-        (pair for pair in both if pair[1].speed < LEAST_ROW * pair[0].speed),
+        (pair for pair in both if pair[1].speed < MIN_ROW * pair[0].speed),
         key=lambda pair: pair[1].speed / pair[0].speed,
     )
     return Verdict(
@@ -126,10 +126,10 @@ def _line(before: Speed, now: Speed) -> str:
 
 
 def speeds_of(document: Document) -> list[Speed]:
-    """Every row that has both times.
+    """Returns every row that has both times.
 
     Raises:
-        ValueError: the benchmark has none.
+        ValueError: the benchmark has no such rows.
     """
     return list(_READERS[_kind(document)](document))
 
@@ -157,7 +157,7 @@ def _chosen(document: Document) -> Iterator[Speed]:
 def _neighbours(document: Document) -> Iterator[Speed]:
     for fields in document["rows"]:
         row = neighbours_rows.Row(**fields)
-        yield _of_layer(fields, 1.0, row.ratio(row.worst), 1 / neighbours_rows.MOST)
+        yield _of_layer(fields, 1.0, row.ratio(row.worst), 1 / neighbours_rows.MAX_RATIO)
 
 
 def _of_layer(row: Document, theirs: float, ours: float, least: float | None = None) -> Speed:
@@ -194,7 +194,7 @@ def _blocks(document: Document) -> Iterator[Speed]:
 
 
 def _varying(document: Document) -> Iterator[Speed]:
-    """The totals with kernels on disk, over the calls that both sides have come through."""
+    """Yields the totals with kernels on disk, over the calls that both sides finished."""
     for stream in document["streams"]:
         theirs, ours = stream["sides"][PYTORCH], stream["sides"]["warm"]
         if "error" in theirs or "error" in ours:
@@ -226,12 +226,13 @@ _READERS: Mapping[str, Callable[[Document], Iterator[Speed]]] = {
 
 @lru_cache(maxsize=1)
 def _least() -> float:
-    """Below it a speedup counts as slower than PyTorch."""
+    """Returns the smallest speedup that does not count as slower than PyTorch."""
     return load_suite().targets.least_speedup
 
 
 def committed_file(document: Document) -> Path:
-    """Where results of the same kind are committed: those of benchmarks.layers by their direction."""
+    """Returns the file of the committed results of the same kind; those of benchmarks.layers have one for each
+    direction."""
     name = _kind(document)
     if name == "layers":
         name = document["settings"]["direction"]
@@ -239,7 +240,7 @@ def committed_file(document: Document) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
     try:
         new = json.loads(options.new.read_text(encoding="utf-8"))

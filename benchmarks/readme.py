@@ -21,13 +21,13 @@ from tconv_swap.report.terminal import print_summary
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RUN = ROOT / "benchmarks" / "results" / "demo.json"
-#: Columns of the report: the geometry and the shape of each layer fit into a line.
+#: The columns of the report: the geometry and the shape of each layer fit into a line.
 WIDTH = 110
 BEGIN, END = "<!-- report -->\n", "<!-- /report -->\n"
 
 
 def rendered(document: Mapping[str, Any]) -> str:
-    """Returns the report of a run, without its notes and how to load the file, as a block of Markdown."""
+    """Returns the report of a run, without its notes and the lines that load the file, as a block of Markdown."""
     stream = io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS=str(WIDTH)):
         print_summary(make_console(stream), summarise(document))

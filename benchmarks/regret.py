@@ -1,9 +1,9 @@
-"""How far what "auto" takes is from the best there is: ``python -m benchmarks.regret --json FILE``.
+"""Measures how far what "auto" takes is from the best plan: ``python -m benchmarks.regret --json FILE``.
 
-The suite and 60 layers drawn at random; in each mode, layout and stage what "auto" takes, the other plans that the
-planner can name (the best of every family that can compute the stage, and further schedules) and PyTorch's operator,
-side by side. ``benchmarks.sweep`` says how it runs. Exit codes: 0 all was measured, 1 time ran out or something failed
-(it is listed), 2 usage, or no GPU.
+On the suite and 60 random layers, in each mode, layout and stage, it times in one run what "auto" takes, the other
+plans that the planner can name (the best of every family that can compute the stage, and further schedules), and
+PyTorch's operator. ``benchmarks.sweep`` describes how it runs. Exit codes: 0 all was measured, 1 time ran out or
+something failed (it is listed), 2 usage, or no GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from benchmarks.ablation_rows import MAX_REGRET, Row, geometric_mean, worst
 from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.measuring_process import Work
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
-from benchmarks.sweep import Sweep, add_options, measuring
+from benchmarks.sweep import Sweep, measuring
+from benchmarks.sweep_options import current_gpu
+from benchmarks.sweep_options import make_parser as sweep_parser
 from benchmarks.table import Table
-from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import CANDIDATES, Step, choose_backward, choose_forward
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.problem import Device, Problem
@@ -34,42 +35,43 @@ from tconv_swap.runtime.program import Plan
 
 BENCHMARK = "regret"
 SECONDS = 300.0
-#: The plans of ours that are timed; more only where there are more families.
-MOST_PLANS = CANDIDATES
+#: The number of our plans that are timed; there are more only if there are more families.
+MAX_PLANS = CANDIDATES
 WARMUP = 2
-#: Samples of everything; then so many more of what is within this of the fastest, beside what "auto" takes.
+#: The number of first samples of everything; then the number of further samples of what is within this factor of the
+#: fastest, and of what "auto" takes.
 SAMPLES, FINAL_SAMPLES, NEAR = 5, 9, 1.3
-#: As good as the best, within noise and what the issue of choosing allows.
+#: A way within this factor of the best is as good: the rest is noise.
 AS_GOOD = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class RegretRow(Row):
-    """As a row of the ablation, of more ways. ``problem``: the geometry's numbers. ``plans``: of ours, by name: the
-    family as reports name it, why the planner takes it, the digest of its launches, for each launch the entry, the
-    blocks and threads and bytes of shared memory, and those constants that differ between the row's plans."""
+    """A row like the ablation's, with more ways. ``problem``: the numbers of the geometry. ``plans``: our plans by
+    name: the family by its name in reports, why the planner takes it, the digest of its launches, and for each launch
+    the entry, blocks, threads, bytes of shared memory, and the constants that differ between the row's plans."""
 
     problem: Mapping[str, Any]
     plans: Mapping[str, Mapping[str, Any]]
 
 
 def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> tuple[dict[str, Plan], str]:
-    """The plans to time, by name, and the name of what "auto" takes: its own plan, the best of every family, then
-    further ones as the planner ranks them."""
+    """Returns the plans to time, by name, and the name of what "auto" takes: its own plan, the best of every family,
+    then further ones in the planner's ranking."""
     steps: tuple[Step, ...]
     if stage == "forward":
-        named = plan.forward_candidates(problem, has_bias, device, MOST_PLANS)
+        named = plan.forward_candidates(problem, has_bias, device, MAX_PLANS)
         steps = (choose_forward(problem, has_bias, device, "auto"),)
     else:
-        named = plan.backward_candidates(problem, MASKS[stage], device, MOST_PLANS)
+        named = plan.backward_candidates(problem, MASKS[stage], device, MAX_PLANS)
         steps = choose_backward(problem, MASKS[stage], device, "auto")
-    (step,) = steps  # one gradient is one step
+    (step,) = steps  # a single gradient is one step
     families = list(plans_of(problem, stage, has_bias, device).values())
     taken = [step.plan] if step.plan is not None else []
     distinct = list({made.digest: made for made in (*taken, *families, *named)}.values())
     found: dict[str, Plan] = {}
     count: Counter[str] = Counter()
-    for made in distinct[: max(MOST_PLANS, len(taken) + len(families))]:
+    for made in distinct[: max(MAX_PLANS, len(taken) + len(families))]:
         family = family_of(made)
         count[family] += 1
         found[family if count[family] == 1 else f"{family} {count[family]}"] = made
@@ -77,30 +79,24 @@ def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
-    facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    facts = current_gpu()
     directions = directions_of(options)
     found = sweep(facts, directions)
-    code = found.read(options)
-    if code is not None:
-        return code
-    if facts is None:
-        found.say("torch.cuda.is_available() is False: no GPU")
-        return 2
-    return found.main(tasks_of(options), settings_of(options), options)
+    return found.command(facts, lambda: tasks_of(options), settings_of(options), options)
 
 
 def sweep(
     facts: Device | None, directions: Mapping[str, tuple[str, ...]]
 ) -> Sweep[Task, Prepared, RegretRow]:
-    """The benchmark on a GPU of these facts; without one, what reads its files."""
+    """Returns the benchmark for a GPU of these facts; without a GPU, it only reads files."""
     return Sweep(
         BENCHMARK,
         partial(prepare, device=facts, ways=candidates, directions=directions),  # type: ignore[arg-type]
         partial(_measuring, facts),  # type: ignore[arg-type]
         RegretRow,
-        _told,
+        _progress_words,
         report,
         summary,
     )
@@ -117,8 +113,8 @@ def _measuring(facts: Device) -> Work[Prepared, list[RegretRow]]:
 
 
 def timed(calls: Mapping[str, Call], chosen: str, device: torch.device) -> Mapping[str, Timing]:
-    """Samples of all; then those near the fastest and what "auto" takes again, since the least of many few samples is a
-    lucky one."""
+    """Times all calls, then again those near the fastest and what "auto" takes: the smallest of many medians of few
+    samples is too small by chance."""
     first = time_interleaved(calls, device=device, warmup=WARMUP, iters=SAMPLES)
     limit = NEAR * min(timing.median_ms for timing in first.values())
     final = {
@@ -128,7 +124,7 @@ def timed(calls: Mapping[str, Call], chosen: str, device: torch.device) -> Mappi
 
 
 def rows_of(prepared: Prepared, rows: Iterable[Row]) -> list[RegretRow]:
-    """The rows, with what their plans are."""
+    """Returns the rows with a description of their plans."""
     layer = prepared.task.layer
     problem = {**asdict(layer.geometry), "bias": layer.bias}
     return [
@@ -172,19 +168,19 @@ def _constants(made: Plan) -> Iterator[tuple[str, str, Any]]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of every stage, the suite's rows, the random ones and all."""
+    """Returns the regret of every stage: for the suite's rows, the random ones and all."""
     return {"regrets": [asdict(regret) for regret in regrets(rows)]}
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """Of what "auto" takes, over the fastest measured, of a group of rows.
+    """The regret of what "auto" takes, relative to the fastest measured, over a group of rows.
 
     Attributes:
-        group: ``"forward, suite"``.
-        rows: how many there are, of which what "auto" takes was timed.
-        mean: the geometric mean; ``largest``: of one row.
-        as_good: the share of rows within ``AS_GOOD``; ``above``: how many rows are above ``MAX_REGRET``.
+        group: its name, such as ``"forward, suite"``.
+        rows: the number of rows in which what "auto" takes was timed.
+        mean: the geometric mean; ``largest``: the largest.
+        as_good: the share of rows within ``AS_GOOD``; ``above``: the number of rows above ``MAX_REGRET``.
         over_pytorch: the geometric mean of PyTorch's time over that of what "auto" takes.
     """
 
@@ -198,7 +194,7 @@ class Regret:
 
 
 def regrets(rows: Sequence[Row]) -> list[Regret]:
-    """Of every stage on the suite and on the random layers, then of all."""
+    """Returns the regret of every stage on the suite and on the random layers, then of all."""
     groups: dict[str, list[tuple[Row, float]]] = {}
     for row in rows:
         if row.regret is not None:
@@ -227,7 +223,7 @@ def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The regret of each group, and the worst rows, as text."""
+    """Returns the regret of each group, and the worst rows, as text."""
     if not rows:
         return "nothing was measured"
     groups = [
@@ -253,7 +249,7 @@ def _line(row: Row) -> str:
     return f"{row.regret:6.2f} {' '.join(row.key)}: {taken}, {fastest}"
 
 
-def _told(rows: Sequence[RegretRow]) -> str:
+def _progress_words(rows: Sequence[RegretRow]) -> str:
     return "; ".join(
         f"{row.stage} {row.chosen} of {len(row.microseconds)}"
         + ("" if row.regret is None else f" {row.microseconds[row.chosen]:.1f} us x{row.regret:.2f}")
@@ -262,12 +258,9 @@ def _told(rows: Sequence[RegretRow]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.regret",
-        description='Time what "auto" takes beside the other plans there are and PyTorch\'s operator.',
-        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    parser = sweep_parser(
+        BENCHMARK, 'Time what "auto" takes beside all other plans and PyTorch\'s operator.', SECONDS
     )
-    add_options(parser, SECONDS)
     add_selection(parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""Results on a terminal: the rows by stage, mode and layout, their means, and what needs attention."""
+"""Shows results on a terminal: the rows by stage, mode and layout, their means, and what needs attention."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _summary_table(summaries: Iterable[Summary]) -> Table:
 
 
 def _findings(results: Results, targets: Targets) -> list[tuple[str, str]]:
-    """Returns what a reader of one screen must know: headings, and the lines below each."""
+    """Returns what a reader must know first: headings, and the lines below each."""
     rows = results.rows
     own = sum(row.own(targets) for row in rows)
     share = own / len(rows) if rows else 0.0

@@ -1,4 +1,4 @@
-"""Measured rows: what one is, how it is compared with the targets, summaries, and the JSON that keeps them."""
+"""Defines measured rows, their comparison with the targets, their summaries, and the JSON that keeps them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tconv_swap.runtime.cache import write_atomically
 
 BENCHMARK = "layers"
 
-#: Rounding the exact result to its dtype costs 0.39 of the unit roundoff (norm over norm, random data). Half of it
-#: is never held against us, however exact PyTorch happens to be.
+#: Rounding the exact result to its dtype costs 0.39 of the unit roundoff (norm over norm, random data). An error below
+#: half of it never counts as less accurate, however exact PyTorch happens to be.
 EXACT = 0.5
 
 
@@ -41,7 +41,7 @@ class Row:
     speedup_95: tuple[float, float]
     errors_pytorch: Mapping[str, Error]
     errors_ours: Mapping[str, Error]
-    """Against float64, by tensor: the output, or the gradients."""
+    """The errors against float64, by tensor: the output, or the gradients."""
     repeatable_pytorch: bool
     repeatable_ours: bool
     """Whether a second call gave the same bits."""
@@ -64,17 +64,17 @@ class Row:
 
     @property
     def worst_tensor(self) -> str:
-        """Of the checked tensors the one whose error is largest beside PyTorch's; a NaN is larger than any."""
+        """Returns the checked tensor whose error is largest relative to PyTorch's; a NaN is larger than any number."""
         return max(self.errors_ours, key=lambda name: _or_infinity(self._error_ratio(name)))
 
     @property
     def error(self) -> float:
-        """Relative L2 error of ours, of the worst tensor."""
+        """Returns the relative L2 error of our worst tensor."""
         return self.errors_ours[self.worst_tensor].l2
 
     @property
     def error_ratio(self) -> float:
-        """The same over PyTorch's error; 1 where both are exact."""
+        """Returns this error over PyTorch's; 1 if both are exact."""
         return self._error_ratio(self.worst_tensor)
 
     def _error_ratio(self, name: str) -> float:
@@ -84,7 +84,8 @@ class Row:
         return ours / pytorch
 
     def accurate(self, targets: Targets) -> bool:
-        """Whether no tensor is further from float64 than PyTorch's times a factor, or than rounding explains."""
+        """Returns whether the error of every tensor is below PyTorch's times a factor, or below what rounding
+        explains."""
         return all(
             ours.l2 <= max(targets.error_factor * self.errors_pytorch[name].l2, EXACT * self.roundoff)
             for name, ours in self.errors_ours.items()
@@ -94,7 +95,7 @@ class Row:
         return self.speedup >= targets.least_speedup
 
     def own(self, targets: Targets) -> bool:
-        """Whether fast kernels of ours computed all of it: the family names each that had a part."""
+        """Returns whether our fast kernels computed all of it: the family names every kernel that had a part."""
         return not set(self.family.split(", ")) & set(targets.fallbacks)
 
     def to_dict(self, targets: Targets) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def _or_infinity(value: float) -> float:
 
 @dataclass
 class Results:
-    """Everything that one run measured. ``failures``: what could not be measured, one readable line each."""
+    """The results of one run. ``failures``: a readable line for each configuration that could not be measured."""
 
     environment: dict[str, Any]
     settings: dict[str, Any]
@@ -173,7 +174,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read what ``save`` wrote.
+        """Reads what ``save`` wrote.
 
         Raises:
             ValueError: the file holds something else.
@@ -192,7 +193,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The rows of one stage, mode and layout together. Targets are None where none is set."""
+    """The rows of one stage, mode and layout together. A target is None if none is set."""
 
     stage: str
     mode: str
@@ -219,7 +220,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def group_rows(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Returns the rows by stage, mode and layout, each group in the order in which it first comes."""
+    """Returns the rows by stage, mode and layout, in the order of the first row of each group."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.stage, row.mode, row.layout), []).append(row)

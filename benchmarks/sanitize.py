@@ -1,13 +1,13 @@
-"""Every kernel family on small layers, for NVIDIA's compute-sanitizer.
+"""Runs every kernel family on small layers, for NVIDIA's compute-sanitizer.
 
     python -m benchmarks.sanitize --prepare plans      # plans and compiles, on all cores
     for tool in memcheck racecheck synccheck initcheck; do
         compute-sanitizer --tool $tool --error-exitcode 9 python -m benchmarks.sanitize --plans plans
     done
 
-racecheck is the slow one: ``--share 0/12`` to ``--share 11/12``, beside each other. The families are those that
-planning offers as candidates, so that a new one is run without being named here. Exit codes: 0 all ran and gave
-PyTorch's results, 1 something did not, or some kernel source was run by nothing, 2 no GPU.
+racecheck is slow: run ``--share 0/12`` to ``--share 11/12`` at the same time. The families are those that planning
+offers as candidates, so a new one is run without being named here. Exit codes: 0 all ran and gave PyTorch's results, 1
+something did not, or no case ran some kernel source, 2 no GPU.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.runtime import launch
 from tconv_swap.runtime.cache import csrc_directory
 from tconv_swap.runtime.program import Output, Part, Plan
-from tconv_swap.tuning import WRONG
+from tconv_swap.tuning import MAX_ERROR
 
 Mode = tuple[torch.dtype, str]
-#: dtype and precision.
+#: The dtype and precision of each mode.
 MODES: tuple[Mode, ...] = (
     (torch.float32, "tf32"),
     (torch.float16, "ieee"),
@@ -52,13 +52,17 @@ MODES: tuple[Mode, ...] = (
 STAGES: dict[str, Mask] = {
     "forward": FORWARD,
     "grad_input": STAGE_MASKS["grad_input"],
-    "grad_weight": (False, True, True),  # with the bias's, which adds to what such a kernel does
+    "grad_weight": (
+        False,
+        True,
+        True,
+    ),  # with the gradient of the bias, which such a kernel then computes too
     "grad_weight alone": STAGE_MASKS["grad_weight"],
     "grad_bias": STAGE_MASKS["grad_bias"],
     "all gradients": STAGE_MASKS["backward"],
-    "cast": FORWARD,  # of input, weight and bias, as under an autocast
+    "cast": FORWARD,  # casts of input, weight and bias, as under an autocast
 }
-#: Small ones, and between them what the families claim: many channels and few, odd sizes and whole tiles, any stride.
+#: Small geometries that all families together claim: many and few channels, odd sizes and whole tiles, any stride.
 GEOMETRIES = (
     Geometry(2, 64, 9, 11, 32, (4, 4), (2, 2), (1, 1)),
     Geometry(1, 40, 7, 13, 24, (3, 3), (2, 2), (1, 1), (1, 1)),
@@ -135,7 +139,7 @@ def _first(of_geometries: Iterable[list[tuple[Key, Case]]], each: int) -> list[C
 
 
 def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[Plan]:
-    """Returns every plan that may compute a stage: what the families offer, and the general kernels."""
+    """Returns every plan that may compute a stage: the families' candidates, and the general kernels."""
     mask = STAGES[stage]
     if stage == "cast":
         target = torch.float16 if problem.dtype == torch.float32 else torch.float32
@@ -155,14 +159,14 @@ def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[P
         parts = [general.plan_grad_weight(problem, device), general.plan_grad_bias(problem, device)]
         return [*offered, _of_parts(problem, mask, parts)]
     if stage == "grad_weight alone":
-        # Planned for layers that are too large for this.
+        # The library plans it for layers that are larger than these.
         strips = grad_weight_stride1.part_candidates(problem, device, 1)
         return [*offered, *(_of_parts(problem, mask, [part]) for part in strips)]
     return offered
 
 
 def _of_parts(problem: plan.Problem, mask: Mask, parts: Sequence[Part]) -> Plan:
-    """A part for each gradient of ``mask``."""
+    """Returns a plan with a part for each gradient of ``mask``."""
     g = problem.geometry
     shapes: tuple[tuple[int, ...], ...] = (g.input_shape, g.weight_shape, (g.out_channels,))
     return Plan(
@@ -196,11 +200,11 @@ def sources_without_case(found: Sequence[Case]) -> list[str]:
 
 
 def run(case: Case, device: torch.device, architecture: str) -> str:
-    """Launches the case once; returns what is wrong with the results, "" if nothing is."""
+    """Launches the case once; returns what is wrong with the results, or ""."""
     problem, geometry = case.problem, case.problem.geometry
     torch.manual_seed(0)
     layout = torch.channels_last if problem.channels_last else torch.contiguous_format
-    # Made by the CPU: a kernel of PyTorch's is one more that the sanitizer has to watch.
+    # The CPU makes the tensors: the sanitizer would also have to watch a kernel of PyTorch.
     input, weight, grad_output = (
         torch.randn(shape).to(problem.dtype).contiguous(memory_format=layout)
         for shape in (geometry.input_shape, geometry.weight_shape, geometry.output_shape)
@@ -214,7 +218,7 @@ def run(case: Case, device: torch.device, architecture: str) -> str:
     if case.stage != "cast":
         truths = _truths(geometry, mask, grad_output, input, weight, bias)
     dtype = str(problem.dtype).removeprefix("torch.")
-    allowed = WRONG["tf32" if problem.precision == "tf32" else dtype]
+    allowed = MAX_ERROR["tf32" if problem.precision == "tf32" else dtype]
     for result, truth in zip(results, truths, strict=True):
         distance = float((result.cpu().double() - truth).norm() / truth.norm())
         if not distance <= allowed:
@@ -248,19 +252,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--each", type=int, default=2, help="geometries for each kernel, dtype and layout")
     parser.add_argument("--prepare", type=Path, metavar="FILE", help="plan, compile, keep the plans, stop")
-    parser.add_argument("--plans", type=Path, metavar="FILE", help="what --prepare kept, on this machine")
-    parser.add_argument("--list", action="store_true", help="say what is run")
+    parser.add_argument("--plans", type=Path, metavar="FILE", help="run the plans that --prepare kept")
+    parser.add_argument("--list", action="store_true", help="print what is run")
     parser.add_argument(
         "--share",
         type=share,
         metavar="I/N",
-        help="every Nth plan from the Ith on (from 0), for N beside each other",
+        help="run every Nth plan from the Ith on (from 0), for N processes at a time",
     )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("torch.cuda.is_available() is False: no GPU", file=sys.stderr)
         return 2
-    # Each tensor an allocation of its own, so that a step beyond one is seen. Read at the first allocation.
+    # Each tensor is a separate allocation, so that an access beyond it is detected. Read at the first allocation.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     device = torch.device("cuda", 0)
     facts = call.device_facts(0)
@@ -271,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = (
         pickle.loads(options.plans.read_bytes()) if options.plans else cases(GEOMETRIES, facts, options.each)
     )
-    failures = [f"{name} is launched by nothing" for name in sources_without_case(found)]
+    failures = [f"no case launches {name}" for name in sources_without_case(found)]
     if options.share:
         first, shares = options.share
         found = found[first::shares]
@@ -280,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(case, flush=True)
         try:
             wrong = run(case, device, facts.architecture)
-        except RuntimeError as error:  # the rest is worth running
+        except RuntimeError as error:  # the other cases are still useful
             wrong = str(error).splitlines()[0]
         if wrong:
             failures.append(f"{case}: {wrong}")

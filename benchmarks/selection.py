@@ -1,4 +1,4 @@
-"""Which layers, modes, layouts and stages a sweep of what "auto" takes measures: all, or those of its options."""
+"""Selects the layers, modes, layouts and stages of a sweep over what "auto" takes: all, or those of its options."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.measurement.suite import Layer, load_suite
 
 MODES = ("tf32", "fp16")
-#: Each with its direction: the stages of one share their tensors.
+#: Each stage with its direction: the stages of one direction share their tensors.
 STAGES = {"forward": "forward", "grad_input": "backward", "grad_weight": "backward"}
-#: 60 random layers in all.
+#: With so many of each class there are 60 random layers in all.
 OF_EACH_CLASS = 5
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that take a part of the rows."""
+    """Adds the options that select a part of the rows."""
     parser.add_argument(
         "--layers", choices=["suite", "random", "both"], default="both", help="default: %(default)s"
     )
-    parser.add_argument("--mode", choices=MODES, action="append", help="repeatable; all without it")
-    parser.add_argument(
-        "--layout", choices=list(LAYOUTS), action="append", help="repeatable; both without it"
-    )
-    parser.add_argument("--stage", choices=list(STAGES), action="append", help="repeatable; all without it")
+    parser.add_argument("--mode", choices=MODES, action="append", help="repeatable (default: all)")
+    parser.add_argument("--layout", choices=list(LAYOUTS), action="append", help="repeatable (default: both)")
+    parser.add_argument("--stage", choices=list(STAGES), action="append", help="repeatable (default: all)")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options took, for the file."""
+    """Returns the values of the options, for the file."""
     return {
         "seed": SEED,
         "random_layers_of_each_class": OF_EACH_CLASS,
@@ -43,7 +41,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def directions_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """The wanted stages of each direction."""
+    """Returns the selected stages of each direction."""
     wanted = options.stage or STAGES
     return {
         direction: tuple(stage for stage, of in STAGES.items() if of == direction and stage in wanted)
@@ -52,14 +50,14 @@ def directions_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 
 def layers_of(which: str) -> list[tuple[Layer, bool]]:
-    """Each layer, and whether it is of the suite."""
+    """Returns each layer, and whether it is of the suite."""
     suite = [] if which == "random" else [(layer, True) for layer in load_suite().layers]
     drawn = [] if which == "suite" else [(layer, False) for layer in random_layers(OF_EACH_CLASS)]
     return suite + drawn
 
 
 def tasks_of(options: argparse.Namespace) -> list[Task]:
-    """All that is to be measured, in an order whose every beginning is a sample of the whole."""
+    """Returns all tasks in an order in which every prefix is a sample of the whole."""
     return shuffled(
         [
             Task(layer, of_suite, mode, layout, direction)

@@ -1,9 +1,9 @@
-"""What it costs that kernels are told sizes at their launch: ``python -m benchmarks.sizes COMMIT``.
+"""Measures what runtime sizes cost in kernels: ``python -m benchmarks.sizes COMMIT``.
 
-Times a stage of the suite's layers where kernels compute it that are told sizes (TF32 and float16, NCHW and
-channels_last), as this tree's library computes it and as that of COMMIT, a commit whose kernels have the sizes compiled
-in. Each library runs in processes of its own, which compile with several cores first; L2 is flushed before every call,
-and the two take turns, ``--rounds`` times.
+Times a stage of those layers of the suite that are computed by kernels with runtime sizes (TF32 and float16, NCHW and
+channels_last), with this tree's library and with that of COMMIT, a commit whose kernels have the sizes compiled in.
+Each library runs in separate processes, which first compile with several cores; L2 is flushed before every call, and
+the two libraries take turns, ``--rounds`` times.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.runtime.cache import ENVIRONMENT_VARIABLE, write_atomically
 
 ROOT = Path(__file__).parents[1]
-#: Of each stage, the families whose kernels are told sizes.
+#: For each stage, the families whose kernels get the sizes at their launch.
 FAMILIES = {
     "forward": {
         *("implicit_gemm", "narrow_mma", "col2im", "narrow_mma", "stride1", "gemm", "general"),
     },
     "grad_input": {"implicit_gemm", "implicit_gemm_tma", "im2col"},
-    "grad_weight": {"implicit_gemm", "implicit_gemm_tma", "im2col_nhwc"},  # of these the tile in place
+    "grad_weight": {
+        "implicit_gemm",
+        "implicit_gemm_tma",
+        "im2col_nhwc",
+    },  # of the last only the tile in place
 }
-#: Of each stage, the gradients that it computes.
+#: For each stage, the gradients that it computes.
 MASKS = {"grad_input": (True, False, False), "grad_weight": (False, True, False)}
 MODES = {"tf32": torch.float32, "fp16": torch.float16}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -46,12 +50,14 @@ WORKERS = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 usage or no GPU."""
+    """Runs the command line and returns its exit code: 0 done, 2 usage or no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
-    parser.add_argument("commit", help="whose kernels have the sizes compiled in")
-    parser.add_argument("--json", type=Path, help="write the microseconds of every row here")
+    parser.add_argument("commit", help="a commit whose kernels have the sizes compiled in")
+    parser.add_argument("--json", type=Path, help="write the microseconds of every row to this file")
     parser.add_argument("--stage", choices=FAMILIES, default="forward")
-    parser.add_argument("--families", help="of them, by comma (default: all of the stage)")
+    parser.add_argument(
+        "--families", help="some of the families, separated by commas (default: all of the stage)"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -60,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     families = set(options.families.split(",")) if options.families else FAMILIES[options.stage]
     if not families <= FAMILIES[options.stage]:
-        parser.error(f"--families: of {options.stage} there are {', '.join(sorted(FAMILIES[options.stage]))}")
+        parser.error(
+            f"--families: the stage {options.stage} has {', '.join(sorted(FAMILIES[options.stage]))}"
+        )
     if options.child:
         print(json.dumps(times(options.stage, families)))
         return 0
@@ -84,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     commit: str, stage: str, families: set[str], rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds of each row: of the commit's library, and of this one; the least of the rounds."""
-    from benchmarks.varying import build_host_parts, link_host_parts  # not in the other tree
+    """Returns the microseconds of each row with the commit's library and with this one: the smallest of the rounds."""
+    from benchmarks.varying import build_host_parts, link_host_parts  # the other tree does not have it
 
     found: tuple[dict[str, float], dict[str, float]] = ({}, {})
     build_host_parts()
@@ -99,7 +107,7 @@ def measure(
             ["git", "archive", commit, "tconv_swap", "csrc"], cwd=ROOT, check=True, capture_output=True
         )
         subprocess.run(["tar", "x", "-C", str(old)], input=archive.stdout, check=True)
-        # The same rows, timed by the same program.
+        # The same program times the same rows.
         (old / "benchmarks").mkdir()
         for name in ("__init__.py", Path(__file__).name):
             (old / "benchmarks" / name).write_bytes((Path(__file__).parent / name).read_bytes())
@@ -121,7 +129,8 @@ def _in_a_process(tree: Path, cache: Path, stage: str, families: set[str]) -> di
 
 
 def times(stage: str, families: set[str]) -> dict[str, float]:
-    """Microseconds of each row that one of the families computes, by the library of this process: medians of calls."""
+    """Returns the microseconds of each row that one of the families computes with this process's library: medians of
+    calls."""
     from tconv_swap import conv_transpose2d
     from tconv_swap.cuda import call
     from tconv_swap.kernels import plan
@@ -176,7 +185,7 @@ def times(stage: str, families: set[str]) -> dict[str, float]:
 
 
 def _compile(kernels: Sequence[Any], architecture: str) -> None:
-    """All kernels to the cache on disk, in several processes."""
+    """Compiles all kernels into the cache on disk, in several processes."""
     from tconv_swap.runtime import jit
 
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
@@ -198,7 +207,7 @@ def _median(run: Any, flushed: torch.Tensor) -> float:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each row, the slowest by comparison first, and the geometric mean of before / after."""
+    """Returns a line for each row, the largest slowdown first, and the geometric mean of before / after."""
     ratios = [(row["before_us"] / row["after_us"], row) for row in rows]
     lines = [f"{'row':40}{'before us':>12}{'after us':>12}{'before/after':>14}"]
     for ratio, row in sorted(ratios, key=lambda one: one[0]):

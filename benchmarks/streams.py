@@ -1,4 +1,4 @@
-"""Streams of calls whose sizes change, as segmentation, detection, speech and the end of an epoch have them."""
+"""Defines streams of calls with changing sizes, as in segmentation, detection, speech and at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """``network`` is called with an input of each of ``shapes`` in turn; with ``trains`` to train. ``warm_up`` is
-    a shape not among them. ``tiny`` asks for a network and sizes that a test on a CPU has time for."""
+    """Calls ``network`` with an input of each of ``shapes`` in turn; if ``trains``, trains it. ``warm_up`` is another
+    shape. ``tiny`` selects a network and sizes that are fast enough for a test on a CPU."""
 
     name: str
     network: Callable[[bool], nn.Module]
@@ -27,7 +27,7 @@ class Stream:
 
 
 class UNet(nn.Module):
-    """Three halvings and three doublings, from ``channels`` on, with the skips; images are multiples of 8."""
+    """Three levels down and three up, starting with ``channels``, with skip connections; images are multiples of 8."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _mask_head(tiny: bool) -> nn.Module:
-    """Mask R-CNN's, from the 14 x 14 features of each box."""
+    """Returns the mask head of Mask R-CNN, which starts from the 14 x 14 features of each box."""
     channels = 16 if tiny else 256
     return nn.Sequential(
         *(layer for _ in range(4) for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())),
@@ -73,7 +73,7 @@ def _mask_head(tiny: bool) -> nn.Module:
 
 
 def _upsampling(tiny: bool) -> nn.Module:
-    """HiFi-GAN's (V1), without its residual blocks."""
+    """Returns the upsampling part of HiFi-GAN (V1), without its residual blocks."""
     channels = 32 if tiny else 512
     layers: list[nn.Module] = [nn.Conv1d(80, channels, 7, padding=3)]
     for kernel, stride in ((16, 8), (16, 8), (4, 2), (4, 2)):
@@ -84,7 +84,7 @@ def _upsampling(tiny: bool) -> nn.Module:
 
 
 def _generator(tiny: bool) -> nn.Module:
-    """DCGAN's, for images of 64 x 64."""
+    """Returns the generator of DCGAN for images of 64 x 64."""
     channels = 16 if tiny else 512
     layers: list[nn.Module] = [nn.ConvTranspose2d(100, channels, 4, bias=False)]
     for _ in range(3):
@@ -116,7 +116,7 @@ def _lengths(tiny: bool) -> Sequence[Shape]:
 
 
 def _epoch(tiny: bool) -> Sequence[Shape]:
-    """Whole batches, and what is left of the images."""
+    """Returns full batches, and one with the remaining images."""
     return [(4 if tiny else 64, 100, 1, 1)] * (3 if tiny else 30) + [(3 if tiny else 37, 100, 1, 1)]
 
 

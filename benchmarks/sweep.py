@@ -1,8 +1,8 @@
 """Runs a benchmark of many small tasks: processes plan and compile ahead, one process measures, a file keeps the rows.
 
-A task becomes ready in a pool of processes, which need no GPU, and is then measured in the one process that has it.
-The file is written every half minute. A run that is cut by its time keeps what it has: the tasks come in an order
-whose every beginning is a sample of the whole, and another run goes on from the file.
+A task is prepared by a pool of processes, which need no GPU, and is then measured by the one process that has it. The
+file is written every half minute. A run that ends because of its time limit keeps its rows: the tasks are in an order
+in which every prefix is a sample of the whole, and another run continues from the file.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from benchmarks.layers import commit_of_tree, positive
+from benchmarks.layers import commit_of_tree
 from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
+from tconv_swap.kernels.problem import Device
 from tconv_swap.measurement.environment import environment
 from tconv_swap.runtime import host
 from tconv_swap.runtime.cache import write_atomically
 
 SAVE_SECONDS = 30.0
-#: Without a word for so long the measuring process counts as hung: cuDNN tries ten algorithms of a large layer.
+#: The measuring process counts as hung after so long without an announcement: cuDNN tries ten algorithms of a large
+#: layer.
 SILENCE_SECONDS, START_SECONDS = 45.0, 240.0
-#: Of the GPU's memory held by the allocator, above which it is given back between tasks.
-MOST_RESERVED_BYTES = 48 << 30
-#: The settings in which the parts of one run differ.
+#: If the allocator holds more bytes of the GPU's memory than this, they are released between tasks.
+MAX_RESERVED_BYTES = 48 << 30
+#: The settings in which the parts of one run may differ.
 OF_A_PART = ("created", "part")
 
 
 class Task(Protocol):
-    """What is prepared and measured at once. Its text names it in messages."""
+    """The unit that is prepared and measured at once. Its text names it in messages."""
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Tells it from all others."""
+        """Returns a key that no other task has."""
 
 
 class Ready(Protocol):
@@ -59,11 +61,11 @@ class Ready(Protocol):
 
     @property
     def launches(self) -> int:
-        """Of all plans."""
+        """Returns the number of launches of all plans."""
 
     def without(self, running: str, how: str) -> Any:
-        """The same without what was announced as ``running`` when the process stopped; None: that is nothing that can
-        be left out."""
+        """Returns the same without what was announced as ``running`` when the process stopped; None if that cannot be
+        left out."""
 
 
 TaskT = TypeVar("TaskT", bound=Task)
@@ -73,8 +75,8 @@ RowT = TypeVar("RowT")
 
 @dataclass
 class Results(Generic[RowT]):
-    """Rows, which are dataclasses. ``done``: the tasks that were measured, or that failed. ``failures``: a line each of
-    what could not be measured."""
+    """The rows, which are dataclasses. ``done``: the tasks that were measured, or that failed. ``failures``: a line for
+    each measurement that failed."""
 
     benchmark: str
     environment: dict[str, Any]
@@ -84,7 +86,7 @@ class Results(Generic[RowT]):
     failures: list[str] = field(default_factory=list)
 
     def save(self, path: Path, summary: dict[str, Any] | None = None) -> None:
-        """Write all, and what a summary says, one row on a line."""
+        """Writes everything, and a summary, with one row on a line."""
         document = {
             "benchmark": self.benchmark,
             "environment": self.environment,
@@ -101,11 +103,11 @@ class Results(Generic[RowT]):
 
     @classmethod
     def load(cls, path: Path, benchmark: str, row: Callable[..., RowT]) -> Results[RowT]:
-        """What ``save`` wrote; ``row`` makes a row of its fields.
+        """Reads what ``save`` wrote; ``row`` makes a row from its fields.
 
         Raises:
             ValueError: the file is not of this benchmark.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         document = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("benchmark") != benchmark:
@@ -120,10 +122,10 @@ class Results(Generic[RowT]):
         )
 
     def joined(self, other: Results[RowT]) -> Results[RowT]:
-        """The rows of both, which are parts of one run.
+        """Returns the rows of both, which are parts of one run.
 
         Raises:
-            ValueError: they were run with different settings or machines, or have a task in common.
+            ValueError: their settings or machines differ, or they have a task in common.
         """
         mine, others = (_without_part(one.settings) for one in (self, other))
         if mine != others or self.environment["gpu"] != other.environment["gpu"]:
@@ -145,32 +147,32 @@ def _without_part(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sweep(Generic[TaskT, ReadyT, RowT]):
-    """What one benchmark is made of.
+    """The parts of one benchmark.
 
     Attributes:
-        name: the module's, in messages and in the file.
-        prepare: makes a task ready, in a worker; pickled, as ``make`` is.
-        make: called once in the measuring process; returns what measures a task that is ready.
-        row: makes a row of the fields in a file.
-        told: rows in a few words, for the progress.
-        report: all rows for a reader.
-        summary: what all rows say, as values that ``json`` can write.
+        name: the module's name, in messages and in the file.
+        prepare: prepares a task in a worker; pickled, like ``make``.
+        make: called once in the measuring process; returns the function that measures a prepared task.
+        row: makes a row from the fields in a file.
+        progress_words: describes rows in a few words, for the progress.
+        report: returns all rows for the reader.
+        summary: returns what follows from all rows, as values that ``json`` can write.
     """
 
     name: str
     prepare: Callable[[TaskT], ReadyT]
     make: Callable[[], Work[ReadyT, list[RowT]]]
     row: Callable[..., RowT]
-    told: Callable[[Sequence[RowT]], str]
+    progress_words: Callable[[Sequence[RowT]], str]
     report: Callable[[Sequence[RowT]], str]
     summary: Callable[[Sequence[RowT]], dict[str, Any]]
 
     def say(self, line: str) -> None:
-        """To standard error, at once."""
+        """Prints to standard error at once."""
         print(f"benchmarks.{self.name}: {line}", file=sys.stderr, flush=True)
 
     def read(self, options: argparse.Namespace) -> int | None:
-        """Do what needs no GPU: ``--report`` and ``--merge``; returns the exit code, None if neither was asked for."""
+        """Does what needs no GPU: ``--report`` and ``--merge``; returns the exit code, or None if neither is given."""
         if options.merge:
             first, *others = (Results.load(path, self.name, self.row) for path in options.merge)
             for other in others:
@@ -183,8 +185,32 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
             return 0
         return None
 
+    def command(
+        self,
+        facts: Device | None,
+        tasks: Callable[[], Sequence[TaskT]],
+        settings: dict[str, Any],
+        options: argparse.Namespace,
+    ) -> int:
+        """Carries out a command line; returns the exit code.
+
+        Args:
+            facts: those of the current GPU; None if there is none.
+            tasks: returns all tasks; called only if something is measured.
+            settings: what the file has to say about this run.
+            options: those of ``make_parser``.
+        """
+        code = self.read(options)
+        if code is not None:
+            return code
+        if facts is None:
+            self.say("torch.cuda.is_available() is False: no GPU")
+            return 2
+        return self.main(tasks(), settings, options)
+
     def main(self, tasks: Sequence[TaskT], settings: dict[str, Any], options: argparse.Namespace) -> int:
-        """Measure this part of the tasks on the current GPU; returns the exit code: 1 if not all was measured."""
+        """Measures this part of the tasks on the current GPU; returns the exit code: 1 if something was not
+        measured."""
         begin = time.monotonic()
         device = torch.device("cuda", torch.cuda.current_device())
         settings = {
@@ -214,7 +240,7 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         finally:
             process.stop()
             pool.shutdown(wait=False, cancel_futures=True)
-            # They may be in the middle of a task, which nobody waits for.
+            # Workers may be in the middle of a task whose result nobody needs.
             for worker in active_children():
                 worker.kill()
         print(self.report(results.rows), flush=True)
@@ -229,8 +255,8 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         path: Path,
         seconds_left: Callable[[], float],
     ) -> bool:
-        """Measure what is ready as it becomes so, until the time is over; returns whether all was. What cannot be
-        measured is noted, and the rest goes on."""
+        """Measures tasks as they become ready, until the time is over; returns whether all were measured. Notes tasks
+        that cannot be measured."""
         saved, launches, measured = seconds_left(), 0, 0
         try:
             for task, future in prepared(waiting):
@@ -239,8 +265,8 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
                     launches += ready.launches
                     rows = self._measured(task, ready, process, results.failures)
                 except (BrokenExecutor, NotStartedError):
-                    raise  # nothing would be prepared or measured any more
-                except Exception as error:  # whatever it is, the other rows are worth having
+                    raise  # nothing could be prepared or measured any more
+                except Exception as error:  # whatever it is, the other rows are useful
                     results.failures.append(f"{task}: {_first_line(error)}")
                     self.say(results.failures[-1])
                     rows = []
@@ -250,7 +276,7 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
                 left = seconds_left()
                 self.say(
                     f"[{measured}/{len(waiting)}, {left:.0f} s left, {launches} launches prepared] "
-                    f"{task}: {self.told(rows)}"
+                    f"{task}: {self.progress_words(rows)}"
                 )
                 if saved - left >= SAVE_SECONDS:
                     results.save(path)
@@ -270,12 +296,12 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         process: MeasuringProcess[ReadyT, list[RowT]],
         failures: list[str],
     ) -> list[RowT]:
-        """The task's rows; again without what hung or killed the process.
+        """Returns the task's rows, if necessary without what hung or killed the process.
 
         Raises:
-            StoppedError: it was nothing that can be left out.
-            NotStartedError: there is no process to measure in.
-            TaskError: whatever was raised there.
+            StoppedError: it cannot be left out.
+            NotStartedError: no process can be started.
+            TaskError: the work raised an exception.
         """
         while True:
             try:
@@ -292,11 +318,11 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
 def prepared(
     pool: Executor, prepare: Callable[[TaskT], ReadyT], waiting: Sequence[TaskT]
 ) -> Iterator[tuple[TaskT, Future[ReadyT]]]:
-    """The tasks as they become ready, about in their order."""
+    """Yields the tasks as they become ready, roughly in their order."""
     pending = {pool.submit(prepare, task): task for task in waiting}
     while pending:
         done, _ = wait(pending, return_when=FIRST_COMPLETED)
-        # One at a time, in the order in which they were asked for: meanwhile others become ready.
+        # One at a time, in the order of submission: meanwhile others become ready.
         first = next(future for future in pending if future in done)
         yield pending.pop(first), first
 
@@ -304,14 +330,14 @@ def prepared(
 def measuring(
     device: torch.device, measure: Callable[[ReadyT, Callable[[str], None]], list[RowT]]
 ) -> Work[ReadyT, list[RowT]]:
-    """In the measuring process, once: the launcher built and PyTorch at its best."""
+    """Returns the work of the measuring process, after building the launcher and setting PyTorch to its best."""
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
     host.library()
 
     def work(ready: ReadyT, announce: Callable[[str], None]) -> list[RowT]:
         rows = measure(ready, announce)
-        if torch.cuda.memory_reserved(device) > MOST_RESERVED_BYTES:
+        if torch.cuda.memory_reserved(device) > MAX_RESERVED_BYTES:
             torch.cuda.empty_cache()
         return rows
 
@@ -319,72 +345,10 @@ def measuring(
 
 
 def shuffled(tasks: Sequence[TaskT], seed: int) -> list[TaskT]:
-    """In an order whose every beginning is a sample of the whole; the same for the same seed."""
+    """Returns the tasks in an order in which every prefix is a sample of the whole; the same for the same seed."""
     found = list(tasks)
     random.Random(seed).shuffle(found)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Every ``count``-th task, beginning with the ``index``-th: what one of several GPUs measures."""
-
-    index: int = 0
-    count: int = 1
-
-    @classmethod
-    def of_text(cls, text: str) -> Part:
-        """Of ``"0/2"``.
-
-        Raises:
-            ValueError: it is not of that form, or there is no such part.
-        """
-        index, count = map(int, text.split("/"))
-        if not 0 <= index < count:
-            raise ValueError(f"no part {text}")
-        return cls(index, count)
-
-    def of(self, tasks: Sequence[TaskT]) -> Sequence[TaskT]:
-        return tasks[self.index :: self.count]
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-
-def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """Those that all sweeps have."""
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where the results are kept")
-    parser.add_argument("--resume", action="store_true", help="go on from what the file holds")
-    parser.add_argument(
-        "--report", action="store_true", help="measure nothing: print what the file says (needs no GPU)"
-    )
-    parser.add_argument(
-        "--merge",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="measure nothing: write the rows of these files, the parts of one run, to --json",
-    )
-    parser.add_argument(
-        "--part",
-        type=Part.of_text,
-        default=Part(),
-        metavar="I/N",
-        help="measure the I-th of N parts, counted from 0: one for each GPU",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive(float),
-        default=seconds,
-        metavar="S",
-        help="stop after so many (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=positive(int),
-        metavar="N",
-        help="processes that compile (default: one for each CPU, shared out over the parts)",
-    )
 
 
 def _first_line(error: Exception) -> str:
@@ -392,6 +356,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _as_worker() -> None:
-    """The process that launches comes first."""
+    """Lowers the priority of a worker, since the process that launches comes first."""
     os.nice(10)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Tables, drawn as text of a fixed width or as Markdown."""
+"""Draws tables as text of a fixed width or as Markdown."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ class Table:
 
 
 def bullets(items: Iterable[str], otherwise: str) -> str:
-    """Returns a line for each item, or ``otherwise`` where there is none."""
+    """Returns a line for each item, or ``otherwise`` if there is none."""
     return "".join(f"- {line}\n" for line in list(items) or [otherwise])

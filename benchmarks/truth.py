@@ -1,8 +1,8 @@
-"""The correct result of a layer, by its definition as float64 matrix products, and the error of results against it.
+"""Computes the correct result of a layer from its definition as float64 matrix products, and the errors of results.
 
-No convolution of any library takes part: every tap of every input pixel is one entry of a matrix product, and
-``fold`` adds the entries up where they land (``unfold``, its transpose, collects them for the gradients). Images
-come a few at a time, so that any layer fits; all of them do.
+No convolution of any library is used: every tap of every input pixel is one entry of a matrix product, and ``fold``
+adds the entries where they land (``unfold``, its transpose, collects them for the gradients). Images are processed a
+few at a time, so that any layer fits into memory; all images are checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tconv_swap.geometry import Geometry
 
-#: Bytes of the float64 products of the images that are computed together, or one image where that is more.
+#: The bytes of the float64 products of the images that are computed together; one image may need more.
 COLUMN_BYTES = 4 << 30
 
 Whose = TypeVar("Whose")
@@ -36,7 +36,8 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """``l2``: norm of the error over the norm of the truth. ``largest``: largest error over largest truth."""
+    """``l2``: the norm of the error over the norm of the truth. ``largest``: the largest error over the largest
+    truth."""
 
     l2: float
     largest: float
@@ -50,14 +51,14 @@ class Error:
 
 
 def errors(name: str, results: Mapping[Whose, Tensor], geometry: Geometry, data: Data) -> dict[Whose, Error]:
-    """How far each of several results is from the truth; NaN where a result has one.
+    """Returns how far each of several results is from the truth; NaN if a result contains one.
 
     Args:
         name: what they are: ``output``, ``grad_input``, ``grad_weight`` or ``grad_bias``.
-        results: by whose they are, in the shape of what they are.
+        results: the results, by the side that computed them.
 
     Raises:
-        ValueError: a result does not have that shape.
+        ValueError: a result does not have the right shape.
     """
     for whose, result in results.items():
         shape = _shape(name, geometry)
@@ -71,7 +72,7 @@ def errors(name: str, results: Mapping[Whose, Tensor], geometry: Geometry, data:
 
 
 class _ErrorSum:
-    """Collects on the device; asked once, so that nothing waits for the parts."""
+    """Sums errors on the device and reads them once, so that nothing waits for the parts."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
@@ -91,7 +92,7 @@ class _ErrorSum:
 
 
 def _ratio(difference: float, truth: float) -> float:
-    """Returns the quotient; of a truth of zeros 0 where it was computed exactly, infinity where it was not."""
+    """Returns the quotient; for a truth of zeros 0 if the result is exact, and infinity if it is not."""
     if truth == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / truth
@@ -107,7 +108,7 @@ def _shape(name: str, geometry: Geometry) -> tuple[int, ...]:
 
 
 def _truth(name: str, g: Geometry, data: Data) -> Iterator[tuple[slice, Tensor]]:
-    """The truth part by part, each with where in the first dimension it belongs."""
+    """Yields the truth in parts, each with its place in the first dimension."""
     if name == "output":
         return _output(g, data)
     if name == "grad_input":
@@ -160,7 +161,7 @@ def _pixels(g: Geometry, images: Tensor) -> Tensor:
 
 
 def _columns(g: Geometry, grad_output: Tensor) -> Tensor:
-    """For every input pixel the gradients of the outputs that its taps reach:
-    ``[images, groups, Co / groups * KH * KW, H * W]``"""
+    """Returns for every input pixel the gradients of the outputs that its taps reach: ``[images, groups, Co / groups *
+    KH * KW, H * W]``."""
     columns = F.unfold(grad_output.double().contiguous(), g.kernel, g.dilation, g.padding, g.stride)
     return columns.view(-1, g.groups, g.out_channels_per_group * g.taps, g.height * g.width)

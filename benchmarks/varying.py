@@ -1,10 +1,10 @@
-"""PyTorch's layers against ours over streams of changing sizes: ``python -m benchmarks.varying``.
+"""Times PyTorch's layers and ours over streams of changing sizes: ``python -m benchmarks.varying``.
 
-Each stream (streams.py) runs in processes of its own, TF32, NCHW, cudnn.benchmark off: PyTorch's layers; ours with no
-kernel on disk ("cold", but with the C++ parts built); ours again with those kernels there ("warm"). Each process
-initialises CUDA and cuDNN by a call of PyTorch's layers with a size outside the stream, then times every call of the
-stream with the GPU's end, once and again. It stops after ``--seconds``: the table compares as many calls as all sides
-have come through, and says how many.
+Each stream (streams.py) runs in separate processes, in TF32 and NCHW, with cudnn.benchmark off: PyTorch's layers; ours
+with no kernel on disk ("cold", but with the C++ parts built); ours again with those kernels on disk ("warm"). Each
+process initialises CUDA and cuDNN by a call of PyTorch's layers with a size outside the stream, then times every call
+of the stream up to the end of the GPU's work, and does so a second time. It stops after ``--seconds``: the table
+compares the calls that all sides have finished, and gives their number.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.runtime.cache import ENVIRONMENT_VARIABLE, write_atomically
 
 PYTORCH, COLD, WARM = SIDES = ("pytorch", "cold", "warm")
-#: Of one process, for both passes over its stream.
+#: The seconds of one process for both passes over its stream.
 SECONDS = 10.0
-#: What a process may take beside: to start, and for the call in which its time ends.
+#: The additional seconds that a process may take: for its start, and for the call during which its time ends.
 GRACE_SECONDS = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 all was measured, 1 a process failed (it is listed), 2 usage."""
+    """Runs the command line and returns its exit code: 0 all was measured, 1 a process failed (it is listed), 2
+    usage."""
     options = make_parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A stream's sides, each in a process of its own; cold and warm share a cache that is empty at first."""
+    """Measures the sides of a stream in separate processes; cold and warm share a cache that is empty at first."""
     sides: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="tconv-swap-varying-") as cache:
         link_host_parts(Path(cache))
@@ -92,7 +93,7 @@ def _in_a_process(name: str, side: str, cache: str, options: argparse.Namespace)
 def run_stream(
     stream: Stream, side: str, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of each call, of the first pass over the stream and of the second, until the time is up."""
+    """Returns the seconds of each call of the first and of the second pass over the stream, until the time is over."""
     import tconv_swap
 
     torch.manual_seed(0)
@@ -140,14 +141,14 @@ def _finish(device: torch.device) -> None:
 
 
 def build_host_parts() -> None:
-    """Builds the host part where this process's cache lacks it: seconds that belong to no stream."""
+    """Builds the host part if this process's cache lacks it: these seconds belong to no stream."""
     from tconv_swap.runtime import host
 
     host.library()
 
 
 def link_host_parts(cache: Path) -> None:
-    """What is built of C++, in the cache of this process, for processes with another."""
+    """Links what is built from C++ in this process's cache into the cache of other processes."""
     from tconv_swap.runtime.cache import cache_directory
 
     built = cache_directory() / "host"
@@ -156,8 +157,8 @@ def link_host_parts(cache: Path) -> None:
 
 
 def table(entries: Sequence[Mapping[str, Any]], head: bool = True) -> str:
-    """A line for each stream and side: the total and the worst call of the first pass, over as many calls as all sides
-    have come through, and the total of the second."""
+    """Returns a line for each stream and side: the total and the slowest call of the first pass, over the calls that
+    all sides have finished, and the total of the second."""
     lines = []
     if head:
         lines.append(
@@ -184,9 +185,11 @@ def table(entries: Sequence[Mapping[str, Any]], head: bool = True) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.varying", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the seconds of every call here")
+    parser.add_argument("--json", type=Path, help="write the seconds of every call to this file")
     parser.add_argument("--stream", action="append", choices=list(STREAMS), help="only this one (repeatable)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a process may call (default 10)")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="how long a process may call (default 10)"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny networks and sizes, to try the program")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

@@ -1,7 +1,8 @@
-"""The best way to run a DCGAN generator: layouts, CUDA graphs, torch.compile.
+"""Finds the best way to run a DCGAN generator: layouts, CUDA graphs, torch.compile.
 
-Times them, verifies the fastest, and trains with it. The first table is of a forward pass, the second of a training
-step; then the losses of a network that runs as today, and of one that runs in its best way, from the same weights.
+It times the ways, verifies the fastest, and trains with it. The first table is for a forward pass, the second for a
+training step; then come the losses of a network that runs as today, and of one that runs in its best way, from the same
+weights.
 
 python examples/best_way.py
 """
@@ -22,7 +23,7 @@ import tconv_swap
 
 
 def train(network: nn.Module, call: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[float]:
-    """The losses of an optimizer's steps; `call` runs `network`."""
+    """Returns the losses of an optimizer's steps; `call` runs `network`."""
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-4)
     losses = []
     for noise in batches:
@@ -35,7 +36,7 @@ def train(network: nn.Module, call: Callable[[Tensor], Tensor], batches: Sequenc
 
 
 class Outcome(NamedTuple):
-    """Both reports, and the losses of every step, today's and the best way's."""
+    """Both reports, and the losses of every step: today's and the best way's."""
 
     serving: tconv_swap.WaysReport
     training: tconv_swap.WaysReport
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     torch.manual_seed(0)
     network = build_generator(options.size, options.width).to(options.device)
     batches = [torch.randn(options.batch, 100, 1, 1, device=options.device) for _ in range(options.steps)]
-    # Compiling takes a minute on a CPU: there, the layouts alone.
+    # Compiling takes a minute on a CPU, so only the layouts are tried there.
     layouts = ["ours", "pytorch+channels_last", "ours+channels_last"]
     ways = options.ways or (None if options.device.startswith("cuda") else layouts)
     serving = tconv_swap.optimize(network, batches[0], ways=ways)

@@ -1,6 +1,6 @@
-"""DCGAN again, with blocks: on a GPU, a batch norm and the activation behind it are one kernel.
+"""Runs DCGAN with blocks: on a GPU, one kernel computes a batch norm and the activation behind it.
 
-The list says of each norm whether it is computed with an activation. Without a GPU, PyTorch's modules compute both.
+The list says for each norm whether it is computed with an activation. Without a GPU, PyTorch's modules compute both.
 
 python examples/blocks.py
 """

@@ -1,4 +1,4 @@
-"""What the examples share: their options, made-up images, the pieces of a GAN, and the summary at the end."""
+"""Shared by the examples: their options, random images, the parts of a GAN, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -32,27 +32,33 @@ def arguments(
     width: int | None = None,
     with_ways: bool = False,
 ) -> argparse.Namespace:
-    """The options of an example, with its defaults; without ``width``, the network has none to choose.
-    ``with_ways``: which ways are tried is one of them."""
+    """Returns the options of an example, with its defaults. Without ``width``, the width of the network is no option.
+    ``with_ways`` adds the option for the ways to try."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
-    parser.add_argument("--steps", type=int, default=steps, help="training steps of either network")
+    parser.add_argument("--steps", type=int, default=steps, help="training steps of each network")
     parser.add_argument("--size", type=int, default=size, help="height and width of the images, pixels")
-    parser.add_argument("--batch", type=int, default=batch, help="images at a time")
+    parser.add_argument("--batch", type=int, default=batch, help="images in a batch")
     if width is not None:
         parser.add_argument("--width", type=int, default=width, help="channels of the largest feature maps")
-    parser.add_argument("--iters", type=int, help="timed runs, instead of as many as fit a time budget")
+    parser.add_argument(
+        "--iters", type=int, help="number of timed runs (default: as many as fit a time budget)"
+    )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs"
     )
     if with_ways:
-        parser.add_argument("--ways", nargs="+", help="try these ways, instead of all that fit the device")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write a picture and the report here")
+        parser.add_argument(
+            "--ways", nargs="+", help="try these ways instead of all that the device supports"
+        )
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="write a picture and the report to this directory"
+    )
     return parser.parse_args(argv)
 
 
 def disks(count: int, size: int, seed: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
-    """A coloured disk on a noisy grey ground: images ``[count, 3, size, size]`` in [-1, 1], and its pixels
-    ``[count, size, size]`` (bool). The same seed gives the same images on every device."""
+    """Returns coloured disks on noisy grey ground: images ``[count, 3, size, size]`` in [-1, 1], and the pixels of the
+    disks ``[count, size, size]`` (bool). The same seed gives the same images on every device."""
     generator = torch.Generator().manual_seed(seed)
     centre = 0.3 + 0.4 * torch.rand(count, 2, 1, 1, generator=generator)
     radius = 0.1 + 0.15 * torch.rand(count, 1, 1, generator=generator)
@@ -65,7 +71,7 @@ def disks(count: int, size: int, seed: int, device: str | torch.device) -> tuple
 
 
 def init_gan_weights(module: nn.Module) -> None:
-    """The initial weights of DCGAN, pix2pix and CycleGAN, for ``network.apply``."""
+    """Sets the initial weights of DCGAN, pix2pix and CycleGAN, through ``network.apply``."""
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
         if module.bias is not None:
@@ -78,7 +84,7 @@ def init_gan_weights(module: nn.Module) -> None:
 def patch_discriminator(
     in_channels: int, width: int, norm: type[nn.BatchNorm2d] | type[nn.InstanceNorm2d]
 ) -> nn.Sequential:
-    """The 70x70 PatchGAN of pix2pix and CycleGAN: one logit for every patch."""
+    """Returns the 70x70 PatchGAN of pix2pix and CycleGAN: one logit for every patch."""
     bias = norm is nn.InstanceNorm2d
     layers: list[nn.Module] = [nn.Conv2d(in_channels, width, 4, 2, 1), nn.LeakyReLU(0.2)]
     for factor, stride in ((1, 2), (2, 2), (4, 1)):
@@ -93,13 +99,13 @@ def patch_discriminator(
 def gan_loss(
     scores: Tensor, real: bool, loss: Callable[[Tensor, Tensor], Tensor] = binary_cross_entropy_with_logits
 ) -> Tensor:
-    """How far the discriminator's scores are from calling everything real, or everything fake."""
+    """Returns the loss of the discriminator's scores if all images are real, or all are fake."""
     return loss(scores, torch.full_like(scores, float(real)))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an example found out. The losses are (original, swapped), one pair a training step."""
+    """The results of an example. The losses are (original, swapped), one pair for each training step."""
 
     plan: tconv_swap.SwapPlan
     verification: tconv_swap.VerifyReport
@@ -113,7 +119,7 @@ def summarise(
     timing: tconv_swap.BenchmarkReport,
     losses: dict[str, list[float]],
 ) -> Outcome:
-    """Prints losses, layers, proof and speedup; ends the program with status 1 if the verification failed."""
+    """Prints losses, layers, verification and speedup; ends the program with status 1 if the verification failed."""
     outcome = Outcome(
         plan, verification, timing, list(zip(losses["original"], losses["swapped"], strict=True))
     )
@@ -150,14 +156,14 @@ def save(
     inputs: Any,
     rows: Callable[[], Mapping[str, Tensor]],
 ) -> None:
-    """Writes the picture and the report into the directory of ``--save``, if that is given.
+    """Writes the picture and the report into the directory of ``--save``, if it is given.
 
     Args:
         args: the options.
-        name: of both files.
-        outcome: what the example found out.
-        inputs: what both networks were verified and timed on.
-        rows: gives the images in the rows of the picture, as ``results.save_picture`` takes them.
+        name: the name of both files.
+        outcome: the results of the example.
+        inputs: the inputs on which both networks were verified and timed.
+        rows: returns the images in the rows of the picture, as ``results.save_picture`` takes them.
     """
     if args.save is None:
         return

@@ -1,4 +1,4 @@
-"""CycleGAN (Zhu et al. 2017): two ResNet generators, there and back, each with two transposed convolutions.
+"""CycleGAN (Zhu et al. 2017): two ResNet generators, one for each direction, each with two transposed convolutions.
 
 python examples/cyclegan.py
 """
@@ -38,7 +38,7 @@ class ResidualBlock(nn.Module):
 
 
 def build_generator(width: int, blocks: int) -> nn.Sequential:
-    """``[batch, 3, size, size]`` -> the same shape; as published: width 64, 9 blocks (256 pixels)."""
+    """Maps ``[batch, 3, size, size]`` to the same shape; as published: width 64, 9 blocks (256 pixels)."""
     layers: list[nn.Module] = [
         nn.ReflectionPad2d(3),
         nn.Conv2d(3, width, 7),
@@ -62,7 +62,7 @@ def build_generator(width: int, blocks: int) -> nn.Sequential:
 
 
 class CycleGenerators(nn.Module):
-    """Both generators, and the round trips that make them agree."""
+    """Both generators, and the cycles that both have to invert."""
 
     def __init__(self, width: int = 64, blocks: int = 9) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class CycleGenerators(nn.Module):
 
 
 def batch_of_both(batch: int, size: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """Unpaired images of two domains: disks, and the negatives of other disks."""
+    """Returns unpaired images of two domains: disks, and the negatives of other disks."""
     return common.disks(batch, size, 2 * seed, device)[0], -common.disks(batch, size, 2 * seed + 1, device)[0]
 
 
 def train(generators: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The generators' loss (adversarial and cycle) at every step."""
+    """Returns the generators' loss (adversarial and cycle) at every step."""
     torch.manual_seed(0)
     generators.train()
     judge_a = common.patch_discriminator(3, args.width, nn.InstanceNorm2d).to(args.device)

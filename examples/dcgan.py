@@ -1,4 +1,4 @@
-"""DCGAN (Radford et al. 2015): every layer of the generator but the activations is a transposed convolution.
+"""DCGAN (Radford et al. 2015): every layer of the generator except the activations is a transposed convolution.
 
 python examples/dcgan.py
 """
@@ -20,7 +20,7 @@ LATENT = 100
 
 
 def build_generator(size: int, width: int) -> nn.Sequential:
-    """``[batch, 100, 1, 1]`` -> ``[batch, 3, size, size]``; 64 pixels and width 64 are as published."""
+    """Maps ``[batch, 100, 1, 1]`` to ``[batch, 3, size, size]``; 64 pixels and width 64 are as published."""
     doublings = int(math.log2(size)) - 2
     channels = [width * 2**i for i in reversed(range(doublings))]
     layers: list[nn.Module] = [nn.ConvTranspose2d(LATENT, channels[0], 4, 1, 0, bias=False)]
@@ -30,7 +30,7 @@ def build_generator(size: int, width: int) -> nn.Sequential:
 
 
 def build_discriminator(size: int, width: int) -> nn.Sequential:
-    """``[batch, 3, size, size]`` -> ``[batch, 1, 1, 1]``, logits."""
+    """Maps ``[batch, 3, size, size]`` to logits ``[batch, 1, 1, 1]``."""
     halvings = int(math.log2(size)) - 2
     channels = [width * 2**i for i in range(halvings)]
     layers: list[nn.Module] = [nn.Conv2d(3, channels[0], 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
@@ -41,7 +41,7 @@ def build_discriminator(size: int, width: int) -> nn.Sequential:
 
 
 def train(generator: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The generator's loss at every step."""
+    """Returns the generator's loss at every step."""
     torch.manual_seed(0)
     generator.train()
     discriminator = build_discriminator(args.size, args.width).to(args.device)

@@ -1,4 +1,4 @@
-"""torchvision's Mask R-CNN (He et al. 2017), random weights: its mask head has a transposed convolution.
+"""torchvision's Mask R-CNN (He et al. 2017) with random weights: its mask head has a transposed convolution.
 
 python examples/mask_rcnn.py
 """
@@ -20,10 +20,10 @@ Batch = dict[str, list[Any]]  # "images": one tensor each; "targets": one dict e
 
 
 def build_model(size: int) -> nn.Module:
-    """Two classes, so that random weights score above the threshold and the mask head has something to do.
+    """Returns a model of two classes, so that random weights score above the threshold and the mask head gets boxes.
 
-    Only the mask head is trained, and there are fewer proposals and detections than by default: small machines
-    get through it.
+    Only the mask head is trained, and there are fewer proposals and detections than by default, so that it is fast on
+    small machines.
     """
     model: nn.Module = maskrcnn_resnet50_fpn(
         weights=None,
@@ -43,7 +43,7 @@ def build_model(size: int) -> nn.Module:
 
 
 def batch_of_disks(batch: int, size: int, seed: int, device: str) -> Batch:
-    """Images in [0, 1] with the box, label and mask of the disk in each."""
+    """Returns images in [0, 1] with the box, label and mask of the disk in each."""
     images, masks = common.disks(batch, size, seed, device)
     return {
         "images": list((images + 1) / 2),
@@ -59,14 +59,14 @@ def batch_of_disks(batch: int, size: int, seed: int, device: str) -> Batch:
 
 
 def box_of(mask: Tensor) -> Tensor:
-    """``[1, 4]``: left, top, right, bottom of the pixels in a mask ``[height, width]``."""
+    """Returns ``[1, 4]``: left, top, right, bottom of the pixels in a mask ``[height, width]``."""
     rows, columns = mask.nonzero(as_tuple=True)
     edges = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
     return torch.stack(edges)[None].float()
 
 
 def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The mask head's loss at every step."""
+    """Returns the mask head's loss at every step."""
     torch.manual_seed(0)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -82,7 +82,7 @@ def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
 
 
 def masks(model: nn.Module, inputs: Batch) -> Tensor:
-    """``[batch, 1, size, size]`` in [-1, 1]: the union of the masks of all detections."""
+    """Returns ``[batch, 1, size, size]`` in [-1, 1]: the union of the masks of all detections."""
     found = model.eval()(inputs["images"])
     return torch.stack([2 * one["masks"].amax(dim=0) - 1 for one in found])
 

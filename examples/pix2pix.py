@@ -1,4 +1,4 @@
-"""pix2pix (Isola et al. 2017): a U-Net generator that paints a label map, trained with a PatchGAN and L1.
+"""pix2pix (Isola et al. 2017): a U-Net generator that makes an image from a label map, trained with a PatchGAN and L1.
 
 python examples/pix2pix.py
 """
@@ -20,7 +20,7 @@ L1_WEIGHT = 100.0
 
 
 class UNetGenerator(nn.Module):
-    """Halves the map down to one pixel, doubles it back, with a skip connection at every level.
+    """Halves the map down to one pixel and doubles it again, with a skip connection at every level.
 
     ``[batch, 3, size, size]`` -> the same shape. 8 levels (256 pixels) and width 64 are as published.
     """
@@ -37,7 +37,8 @@ class UNetGenerator(nn.Module):
             down.append(nn.Conv2d(outer, inner, 4, 2, 1, bias=False))
             if not (outermost or innermost):
                 down.append(nn.BatchNorm2d(inner))
-            # What comes up from below carries the skip connection beside it; nothing is below the innermost.
+            # The input from the level below is concatenated with the skip connection; the innermost level has no level
+            # below.
             from_below = inner if innermost else 2 * inner
             up = [nn.ReLU(), nn.ConvTranspose2d(from_below, outer, 4, 2, 1, bias=outermost)]
             up.append(nn.Tanh() if outermost else nn.BatchNorm2d(outer))
@@ -60,14 +61,14 @@ class UNetGenerator(nn.Module):
 
 
 def batch_of_pairs(batch: int, size: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    """The label map of a disk (black and white, in RGB) and the picture of it."""
+    """Returns the label map of a disk (black and white, in RGB) and its image."""
     images, masks = common.disks(batch, size, seed, device)
     labels = 2 * masks[:, None].float().expand(-1, 3, -1, -1) - 1
     return labels, images
 
 
 def train(generator: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The generator's loss (adversarial and L1) at every step."""
+    """Returns the generator's loss (adversarial and L1) at every step."""
     torch.manual_seed(0)
     generator.train()
     discriminator = common.patch_discriminator(6, args.width, nn.BatchNorm2d).to(args.device)

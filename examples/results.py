@@ -1,4 +1,4 @@
-"""What an example keeps with ``--save``: a picture of what its networks give, and the report."""
+"""Writes the files of ``--save``: a picture of the outputs of an example's networks, and the report."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import tconv_swap
 from tconv_swap.report import Facts, to_json_dict
 from tconv_swap.report.written import render
 
-#: Images in a row.
+#: The number of images in a row.
 COLUMNS = 6
 
 
 def save_picture(path: Path, rows: Mapping[str, Tensor]) -> None:
-    """Draws rows of images under each other: of each, ``[count, 1 or 3, height, width]`` in [-1, 1], the first few."""
-    from matplotlib.figure import Figure  # here, because importing it takes a second
+    """Draws rows of images below each other: the first images of each ``[count, 1 or 3, height, width]`` in [-1, 1]."""
+    from matplotlib.figure import Figure  # imported here: importing it takes a second
 
     columns = min(COLUMNS, *(len(images) for images in rows.values()))
     figure = Figure(figsize=(0.9 + columns, len(rows)), dpi=80)
@@ -43,7 +43,7 @@ def save_report(
     timing: tconv_swap.BenchmarkReport | None = None,
     ways: tconv_swap.WaysReport | None = None,
 ) -> None:
-    """Writes the report that the command line writes, as Markdown."""
+    """Writes the same report as the command line, as Markdown."""
     given = tconv_swap.Inputs.of(inputs)
     device = next((str(tensor.device) for _, tensor in given.named_tensors()), "cpu")
     facts = Facts(title, given.describe(), "made by the example", device)

@@ -1,4 +1,4 @@
-"""U-Net (Ronneberger et al. 2015), padded and with batch normalisation, learning to segment disks.
+"""U-Net (Ronneberger et al. 2015), padded and with batch normalisation, which learns to segment disks.
 
 python examples/unet.py
 """
@@ -28,7 +28,7 @@ def double_conv(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """``[batch, 3, size, size]`` -> ``[batch, classes, size, size]``; depth 4 and width 64 are published."""
+    """Maps ``[batch, 3, size, size]`` to ``[batch, classes, size, size]``; depth 4 and width 64 are published."""
 
     def __init__(self, classes: int, width: int = 64, depth: int = 4) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class UNet(nn.Module):
 
 
 def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The cross-entropy at every step."""
+    """Returns the cross-entropy at every step."""
     torch.manual_seed(0)
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -67,7 +67,7 @@ def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
 
 
 def mask(model: nn.Module, images: Tensor) -> Tensor:
-    """``[batch, 1, size, size]`` in [-1, 1]: how probable it is that a pixel is of the disk."""
+    """Returns ``[batch, 1, size, size]`` in [-1, 1]: the probability that a pixel belongs to the disk."""
     return 2 * model(images).softmax(dim=1)[:, 1:] - 1
 
 

@@ -1,4 +1,4 @@
-"""A convolutional variational autoencoder (Kingma and Welling 2013), decoding by transposed convolutions.
+"""A convolutional variational autoencoder (Kingma and Welling 2013), whose decoder has transposed convolutions.
 
 python examples/vae.py
 """
@@ -20,7 +20,7 @@ KL_WEIGHT = 1e-3
 
 
 class Autoencoder(nn.Module):
-    """``[batch, 3, size, size]`` -> its reconstruction, and the mean and log-variance ``[batch, latent]``."""
+    """Maps ``[batch, 3, size, size]`` to its reconstruction, and the mean and log-variance ``[batch, latent]``."""
 
     def __init__(self, size: int, width: int = 32, latent: int = 128) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Autoencoder(nn.Module):
 
 
 def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The loss (reconstruction and Kullback-Leibler divergence) at every step."""
+    """Returns the loss (reconstruction and Kullback-Leibler divergence) at every step."""
     torch.manual_seed(0)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

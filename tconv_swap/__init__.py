@@ -5,7 +5,7 @@ report = tconv_swap.verify(original, model, inputs)         # the same outputs a
 timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
-# Before the seconds that importing torch takes: Ctrl-C in them would print a traceback.
+# Importing torch takes seconds; Ctrl-C during them would print a traceback.
 from tconv_swap.interruption import end_while_importing
 
 end_while_importing()

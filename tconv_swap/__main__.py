@@ -1,4 +1,4 @@
-"""`python -m tconv_swap`."""
+"""Runs the command line for `python -m tconv_swap`."""
 
 from tconv_swap.cli import main
 

@@ -38,5 +38,5 @@ class ConvTranspose2dFunction(torch.autograd.Function):
         return (*(next(remaining) if wanted else None for wanted in mask), None, None)
 
 
-#: What Function.apply does before it comes to this is for functorch: only for calls that no transform sees.
+#: Function.apply first prepares the call for functorch, which only calls under a transform need.
 apply_untransformed: Any = super(torch.autograd.Function, ConvTranspose2dFunction).apply

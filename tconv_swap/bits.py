@@ -26,7 +26,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         return False
     if first.device != second.device:
         first, second = first.cpu(), second.cpu()
-    # A quantized tensor is more than its integers.
+    # A quantized tensor also has a scale and a zero point.
     return torch.equal(first, second) if first.is_quantized else torch.equal(_bits(first), _bits(second))
 
 

@@ -1,4 +1,4 @@
-"""Checks the tensors of a call, and tells the memory format that PyTorch would give its result."""
+"""Checks the tensors of a call, and returns the memory format that PyTorch would give to its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_tensors(input: Tensor, **others: Tensor | None) -> None:
     """Checks that every tensor has the dtype of ``input`` and is on its device.
 
     Raises:
-        RuntimeError: one does not; the message names it and what was expected.
+        RuntimeError: one of them does not; the message names it and what was expected.
     """
     for name, tensor in others.items():
         if tensor is None:

@@ -1,4 +1,4 @@
-"""Tells who intercepts a call (compilers, tracers, modes, transforms, subclasses), and what an autocast casts."""
+"""Says who intercepts a call (compilers, tracers, modes, transforms, subclasses), and what an autocast casts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def are_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def is_unseen(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def is_plain_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether nothing intercepts, casts or differentiates a call."""
     return (
         is_eager()

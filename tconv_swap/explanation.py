@@ -1,4 +1,4 @@
-"""``explain`` says what computes a layer, with which kernels and tiles, why, and what bounds it. It runs no
+"""``explain`` says what computes a layer, with which kernels and tiles, why, and what bounds its time. It launches no
 kernel."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
 from tconv_swap.inputs import Inputs
 from tconv_swap.kernels import plan
-from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, steps_of
+from tconv_swap.layer_calls import DEVICES, OperatorCall, calls_of, check_architecture, steps_of
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.op import SUPPORTED_DTYPES
@@ -59,15 +59,16 @@ class StageExplanation:
     Attributes:
         stage: ``"forward"`` or the gradients, such as ``"grad_input, grad_weight"``.
         backend: ``"kernel"``, ours, or ``"native"``, PyTorch's operator.
-        family: of the kernels; on the CPU the formulation.
+        family: the family of the kernels; on the CPU the formulation.
         why: the reason for this choice, with the tile.
         kernels: in the order of their launches; empty if PyTorch's operator or the CPU computes.
         flops: useful floating-point operations.
         bytes: fewest bytes that must move through memory.
         workspace_bytes: bytes of temporary memory.
-        bound: ``"memory"`` or ``"arithmetic"``: which of the two takes longer at the ceilings; ``"unknown"``.
-        roof_us: the longer of the two, in microseconds: the least that the stage can take; None where unknown.
-        ceilings: where the ceilings are from.
+        bound: ``"memory"`` or ``"arithmetic"``: which of the two takes longer at the ceilings; ``"unknown"`` without
+            them.
+        roof_us: the longer of the two, in microseconds: a lower bound for the time of the stage; None where unknown.
+        ceilings: the source of the ceilings.
     """
 
     stage: str
@@ -96,16 +97,16 @@ class StageExplanation:
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """One layer with inputs of one form.
+    """One layer with inputs of one shape, dtype and layout.
 
     Attributes:
         name: its dotted name; ``""`` for the network itself.
-        geometry: channels and arguments in short.
-        input_shape: of what the layer is called with: ``[batch, channels, height, width]``, without batch or, of a
-            1-D layer, height where that has none.
-        dtype, layout, precision: of the computation; ``precision`` of float32 alone: ``"tf32"`` or ``"ieee"``.
-        device: where it is computed.
-        stages: the forward pass and, where asked for, the gradients.
+        geometry: channels and arguments in short form.
+        input_shape: the shape of the layer's input: ``[batch, channels, height, width]``; without batch where the input
+            has none, and without height for a 1-D layer.
+        dtype, layout, precision: of the computation; ``precision`` is set for float32 only: ``"tf32"`` or ``"ieee"``.
+        device: the device that computes it.
+        stages: the forward pass and, with ``backward``, the gradients.
     """
 
     name: str
@@ -127,7 +128,8 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every swapped layer of a network, once for each form of inputs with which it was called."""
+    """Every swapped layer of a network, once for each shape, dtype and layout of the inputs with which it was
+    called."""
 
     layers: tuple[LayerExplanation, ...]
 
@@ -142,7 +144,7 @@ class Explanation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write."""
+        """Returns the same as plain values that ``json`` can write."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -152,17 +154,18 @@ class Explanation:
 def explain(
     module: nn.Module, inputs: Any, *, architecture: str | None = None, backward: bool = True
 ) -> Explanation:
-    """Say what computes a swapped layer, or every one of a network: kernels, tiles, why, work and bound.
+    """Says what computes a swapped layer, or each swapped layer of a network: kernels, tiles, reason, work and bound.
 
-    A layer is not run. A network is, once and without gradients, to learn what reaches its layers; it is afterwards
-    as it was. TF32 is taken as PyTorch's switches have it.
+    A layer is not run. A network is run once, without gradients, to find out what its layers are called with; its state
+    is restored afterwards. TF32 is allowed or not as PyTorch's switches say.
 
     Args:
         module: a layer of ours, or a network.
-        inputs: what it is called with: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
-            or ``tconv_swap.Inputs``. On ``module``'s device, or, for a layer alone, any, ``meta`` too.
-        architecture: plan for a GPU such as ``"sm_90a"``, wherever ``module`` is and whether or not there is one.
-        backward: explain the gradients of input, weight and bias too.
+        inputs: the arguments of the call: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
+            or ``tconv_swap.Inputs``. They lie on ``module``'s device; for a single layer on any device, also ``meta``.
+        architecture: plans for a GPU such as ``"sm_90a"``, wherever ``module`` is and whether or not this machine has
+            one.
+        backward: explains the gradients of input, weight and bias too.
 
     Raises:
         ValueError: there is no such architecture.
@@ -173,7 +176,7 @@ def explain(
     return Explanation(tuple(_explain(called, architecture, backward) for called in calls))
 
 
-def _explain(called: Called, architecture: str | None, backward: bool) -> LayerExplanation:
+def _explain(called: OperatorCall, architecture: str | None, backward: bool) -> LayerExplanation:
     layer, device, (input, weight, bias, *_) = called.layer, called.device, called.operands
     on_cpu = architecture is None and device.type != "cuda"
     posed = called.problem() if on_cpu else called.problem_on_gpu()
@@ -189,8 +192,8 @@ def _explain(called: Called, architecture: str | None, backward: bool) -> LayerE
         stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
     else:
         where, facts, ceilings, index = _gpu(device, architecture)
-        asked = (facts, layer.tconv_backend, index)
-        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *asked)]
+        common = (facts, layer.tconv_backend, index)
+        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *common)]
         stages = tuple(_stage(step, posed, ceilings) for step in steps)
     return LayerExplanation(
         called.name,
@@ -207,7 +210,7 @@ def _explain(called: Called, architecture: str | None, backward: bool) -> LayerE
 def _gpu(
     device: torch.device, architecture: str | None
 ) -> tuple[str, plan.Device, KnownCeilings | None, int | None]:
-    """Returns its name, what planning must know about it, its ceilings, and its number where it is here."""
+    """Returns the GPU's name, what planning must know about it, its ceilings, and its index if this machine has it."""
     if architecture is not None:
         facts = plan.Device(architecture, *DEVICES[architecture])
         return architecture, facts, known_ceilings(None, facts.compute_capability), None
@@ -244,7 +247,7 @@ def _stage(step: Step, posed: plan.Problem, known: KnownCeilings | None) -> Stag
 
 
 def _why_native(dtype: torch.dtype) -> str:
-    return f"of {_name(dtype)} nothing is ours"
+    return f"our kernels do not take {_name(dtype)}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -262,7 +265,7 @@ def _names(mask: Mask) -> list[str]:
 def _on_cpu(
     posed: plan.Problem, input: Tensor, weight: Tensor, backend: str, mask: Mask | None
 ) -> tuple[StageExplanation, ...]:
-    """What cpu/plan.py chooses; PyTorch's own call is native, whoever chose it."""
+    """Returns what cpu/plan.py chooses. PyTorch's own call counts as native, also where our plan chose it."""
     memory_format = output_memory_format(input, weight)
     chosen: list[tuple[Mask, str]] = [(FORWARD, choose(posed.geometry, posed.dtype, memory_format))]
     if mask is not None:

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-import tconv_swap.op  # noqa: F401 - makes the ops
+import tconv_swap.op  # noqa: F401 - registers the ops
 
 _NAMESPACE = torch.ops.tconv_swap
 
 
 @cache
 def register() -> None:
-    """Registers the formulas: from now on every new ``FlopCounterMode`` counts our ops as it counts PyTorch's
-    convolutions.
+    """Registers the formulas: every new ``FlopCounterMode`` then counts our ops as it counts PyTorch's convolutions.
 
-    This does not happen when the package is imported: the counters' module imports torch._decomp, which few need.
+    The import of the package does not call this: the counters' module imports torch._decomp, which few programs need.
     """
     from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 

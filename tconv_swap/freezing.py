@@ -1,4 +1,4 @@
-"""``freeze`` and ``unfreeze``: keep packed weights for a network that is used for inference only."""
+"""``freeze`` and ``unfreeze`` keep and release the packed weights of a network that is used for inference only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tconv_swap.layer_state import LayerState
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Keep the packed weights of the swapped layers of a network while it is used for inference only.
+    """Keeps the packed weights of the swapped layers of a network while it is used for inference only.
 
     On CUDA some kernels need the weight in another order. By default they pack it on every call, so that no change of
     it is missed. A frozen layer packs it once for each kind of input and uses the result where no gradient is needed,
@@ -19,7 +19,7 @@ def freeze(model: nn.Module) -> nn.Module:
     A layer is no longer frozen after ``unfreeze``, ``load_state_dict``, ``.train()``, ``.to()`` and its like, and after
     an in-place change of its weight or another storage in its place. **A change through ``weight.data`` or by another
     library is not seen**: call ``unfreeze``, and ``freeze`` again. Copies and pickles of a layer are not frozen.
-    Parametrized weights are computed anew on every call and are never frozen, nor are 1-D layers.
+    Parametrized weights are computed again on every call and are never frozen, nor are 1-D layers.
 
     Args:
         model: a network in eval mode; may itself be the layer.
@@ -39,7 +39,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def unfreeze(model: nn.Module) -> nn.Module:
-    """Undo ``freeze``: every layer reads its weight on every call again, and the packed weights are released.
+    """Undoes ``freeze``: every layer reads its weight on every call again, and the packed weights are released.
 
     Args:
         model: a network, frozen or not; may itself be the layer.
@@ -49,7 +49,7 @@ def unfreeze(model: nn.Module) -> nn.Module:
     """
     for layer in model.modules():
         if isinstance(layer, LayerState):
-            layer.tconv_let_packed_go()
+            layer.tconv_release_packed()
     return model
 
 

@@ -29,13 +29,13 @@ _FUNCTIONS: dict[Any, str] = {
 }
 _LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS_CODE = {cls.forward.__code__ for cls in (*_LAYERS, *SWAPPED)}
-_OURS = os.path.dirname(__file__) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OUR_FOLDER = os.path.dirname(__file__) + os.sep
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
 class FunctionalCall:
-    """A transposed convolution written out in somebody's forward.
+    """A transposed convolution that the ``forward`` of some module calls as a function.
 
     Attributes:
         function: such as ``"conv_transpose2d"``.
@@ -57,15 +57,15 @@ class FunctionalCall:
 
 
 def find_functional_calls(model: nn.Module, inputs: Any = None) -> tuple[FunctionalCall, ...]:
-    """The transposed convolutions that ``model`` computes outside of any layer, each once.
+    """Returns the transposed convolutions that ``model`` computes outside of any layer, each once.
 
     Args:
-        model: the network. Comes out as it went in: buffers, modes and random state.
+        model: the network. Its buffers, modes and random state are restored afterwards.
         inputs: whatever ``Inputs.of`` takes; None traces the network instead of running it.
 
     Returns:
-        Those on the way that the inputs (or the tracer) take, in the order of the calls. Empty also where
-        the network does not run in eval or train mode (cannot be traced).
+        The calls on the path that the inputs (or the tracer) take, in their order. Also empty where the network does
+        not run in eval or train mode (or cannot be traced).
     """
     if inputs is not None:
         return tuple(dict.fromkeys(_while_running(model, Inputs.of(inputs))))
@@ -74,13 +74,13 @@ def find_functional_calls(model: nn.Module, inputs: Any = None) -> tuple[Functio
 
 
 def _while_running(model: nn.Module, inputs: Inputs) -> list[FunctionalCall]:
-    watch = _Watch({id(module): name for name, module in model.named_modules()})
+    watch = _CallRecorder({id(module): name for name, module in model.named_modules()})
     with watch:
         try_modes(model, inputs)
     return watch.found
 
 
-class _Watch(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names = names
@@ -90,15 +90,15 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _FUNCTIONS:
-            self._note(_FUNCTIONS[func])
+            self._record(_FUNCTIONS[func])
         return func(*args, **(kwargs or {}))
 
-    def _note(self, function: str) -> None:
+    def _record(self, function: str) -> None:
         caller = None
         for frame in _callers():
             if frame.f_code in _LAYERS_CODE:
                 return
-            if caller is None and not frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+            if caller is None and not frame.f_code.co_filename.startswith((_TORCH_FOLDER, _OUR_FOLDER)):
                 caller = frame
             name = self.names.get(id(frame.f_locals.get("self")))
             if name is not None:
@@ -119,7 +119,7 @@ def _in_graph(model: nn.Module) -> list[FunctionalCall]:
     tracer.record_stack_traces = True
     try:
         graph = tracer.trace(model)
-    except Exception:  # control flow on values, foreign code: what torch.fx cannot trace
+    except Exception:  # control flow on values, or code of the user that torch.fx cannot trace
         return []
     found = []
     for node in graph.nodes:
@@ -131,10 +131,10 @@ def _in_graph(model: nn.Module) -> list[FunctionalCall]:
 
 
 def _last_line(trace: str | None) -> str:
-    """``file:line`` of the innermost frame that is not PyTorch's."""
+    """Returns ``file:line`` of the innermost frame that is not PyTorch's."""
     for line in reversed((trace or "").splitlines()):
         # File "/a/b.py", line 12, in forward
         path, _, rest = line.strip().removeprefix('File "').partition('", line ')
-        if rest and not path.startswith((_TORCH, _OURS)):
+        if rest and not path.startswith((_TORCH_FOLDER, _OUR_FOLDER)):
             return f"{path}:{rest.partition(',')[0]}"
     return ""

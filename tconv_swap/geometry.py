@@ -77,7 +77,7 @@ class Geometry:
 
     @property
     def macs(self) -> int:
-        """Multiply-adds when every tap of every input pixel lands inside the output: the usual count, which
+        """Returns the multiply-adds if every tap of every input pixel lands inside the output: the usual count, which
         neglects the few that padding cuts off."""
         return (
             self.batch * self.height * self.width * self.in_channels * self.out_channels_per_group * self.taps
@@ -85,7 +85,7 @@ class Geometry:
 
     @property
     def elements(self) -> int:
-        """Fewest elements that must move: input and weight read once, output written once."""
+        """Returns the fewest elements that must move: input and weight read once, output written once."""
         pixels_in, pixels_out = self.height * self.width, self.out_height * self.out_width
         return (
             self.batch * (self.in_channels * pixels_in + self.out_channels * pixels_out)
@@ -94,7 +94,7 @@ class Geometry:
 
     @property
     def layer_constants(self) -> tuple[tuple[str, int], ...]:
-        """The constants that a layer fixes for every input, by the names that kernels use."""
+        """Returns the constants that a layer fixes for every input, by the names that kernels use."""
         return (
             ("IN_CHANNELS", self.in_channels),
             ("OUT_CHANNELS", self.out_channels),
@@ -111,7 +111,7 @@ class Geometry:
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
-        """The same, and the sizes of the images. The batch is an argument of kernels, never a constant."""
+        """Returns the same and the sizes of the images. The batch is an argument of kernels, never a constant."""
         return (
             *self.layer_constants,
             ("HEIGHT", self.height),
@@ -140,8 +140,8 @@ class Geometry:
 
 
 def phase_taps(kernel: int, stride: int, dilation: int, phase: int) -> list[int]:
-    """Taps ``k`` of one axis that reach the output positions ``o`` with ``(o + padding) % stride == phase``:
-    those with ``k * dilation`` congruent to the phase (design notes, section 1). May be empty."""
+    """Returns the taps ``k`` of one axis that reach the output positions ``o`` with ``(o + padding) % stride ==
+    phase``: those with ``k * dilation`` congruent to the phase. May be empty."""
     return [k for k in range(kernel) if k * dilation % stride == phase]
 
 
@@ -154,7 +154,7 @@ def as_pair(value: Any, name: str) -> Pair:
     """
     if type(value) is int:
         return (value, value)
-    # What a layer passes at every call.
+    # A layer passes tuples of integers at every call.
     if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is int:
         return value
     entries: Iterator[Any] = iter(value) if isinstance(value, Sequence) else iter((value,))
@@ -204,9 +204,9 @@ def check_geometry(
     groups: int,
     dilation: Sequence[int],
 ) -> Geometry:
-    """Check the arguments of a batched transposed convolution and describe it.
+    """Checks the arguments of a batched transposed convolution and returns its geometry.
 
-    Sizes may be symbolic; there may be no sample, and no output channel. Raises:
+    Sizes may be symbolic; the batch and the number of output channels may be zero. Raises:
         RuntimeError: as PyTorch does, naming the argument, its value and what was expected.
     """
     if len(input_shape) != 4:
@@ -287,5 +287,5 @@ def check_geometry(
     return geometry
 
 
-#: The same for plain integers, with a cache: a layer asks for the same few geometries again and again.
+#: The same for plain integers, with a cache: a layer repeats the same few geometries at every call.
 cached_geometry = lru_cache(maxsize=4096)(check_geometry)

@@ -1,9 +1,9 @@
 """The two ops that compute: the output and the gradients. Eager layers on CUDA and compiled graphs call them.
 
-A call costs the CPU time for every argument and every kernel on the way, so all of the geometry is one list. On CUDA
-their kernels are csrc/call.cpp's, which also cast and differentiate; here are those for every other device and for
-tracers. What a compiler can fuse with its own kernels stands in its graph beside the ops: changes of an activation's
-memory format, and a bias that an autocast casts, which would take a kernel of its own.
+A call costs the CPU time for every argument and for every kernel that the dispatcher passes, so all of the geometry is
+one list. On CUDA the kernels of these ops are csrc/call.cpp's, which also cast and differentiate; those below serve
+every other device and tracers. What a compiler can fuse with its own kernels is in its graph beside the ops: changes of
+an activation's memory format, and a bias that an autocast casts, which would take a separate kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tconv_swap.geometry import as_list, from_list
 from tconv_swap.runtime import host, native
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-# Inductor keeps graphs on disk that call these, whatever version of this package made them: another meaning of an
-# argument needs another name.
+# Inductor keeps graphs on disk that call these ops, whatever version of this package made them. A new meaning of an
+# argument therefore needs a new name.
 _OUTPUT = "(Tensor input, Tensor weight, Tensor? bias, SymInt[] geometry, str backend) -> Tensor"
 _GRADIENTS = (
     "(Tensor grad_output, Tensor input, Tensor weight, SymInt[] geometry, bool[3] output_mask, str backend)"
@@ -72,25 +72,26 @@ def gradients(
     mask: Sequence[bool],
     backend: str,
 ) -> list[Tensor]:
-    """Returns the gradients of input, weight and bias that ``mask`` asks for, in that order.
+    """Returns the gradients of input, weight and bias for which ``mask`` is true, in that order.
 
     Raises:
         RuntimeError: as ``output``.
     """
-    # autograd.grad(is_grads_batched=True) hands over a batch of gradients that looks like a single one.
+    # autograd.grad(is_grads_batched=True) passes a batch of gradients that looks like a single one.
     if input.is_cpu and is_eager() and are_plain(input, weight, grad_output) and not _is_batched(grad_output):
         return cpu_call.gradients(grad_output, input, weight, tuple(arguments), mask)
     if _is_for_a_compiler(input):
         memory_format = output_memory_format(input, weight)
         grad_output = grad_output.contiguous(memory_format=memory_format)
-        # As the forward pass had it; the weight, which is small, is not kept in another format from there to here.
+        # The same as in the forward pass. The weight is small, and is not kept in another format between the two
+        # passes.
         input = input.contiguous(memory_format=memory_format) if mask[1] else input
     return _gradients_op(grad_output, input, weight, as_list(arguments), mask, backend)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def bias_is_cast(whether: bool) -> Iterator[None]:
-    """Surrounds a call that an autocast makes, and says whether it had to cast the bias."""
+    """Surrounds a call under an autocast; ``whether`` says if the autocast had to cast the bias."""
     token = _bias_is_cast.set(whether)
     try:
         yield
@@ -99,11 +100,11 @@ def bias_is_cast(whether: bool) -> Iterator[None]:
 
 
 def _is_for_a_compiler(input: Tensor) -> bool:
-    """Returns whether a call that our kernels compute is being recorded into a compiler's graph."""
+    """Returns whether a compiler records, into its graph, a call that our kernels compute."""
     return input.is_cuda and torch._C._get_dispatch_mode(_functional_mode) is not None
 
 
-# What leaves these two lies as the fake kernels promise, also where PyTorch's operator had another idea.
+# The results of these two have the layout that the fake kernels promise, also where PyTorch's operator differs.
 def compute_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
 ) -> Tensor:
@@ -113,7 +114,7 @@ def compute_output(
             return _output_op(input, weight, bias, geometry, backend)  # type: ignore[no-any-return]
         computed = native.forward(input, weight, bias, arguments)
     else:
-        _refuse_but_on_the_cpu(input)
+        _check_device_is_cpu(input)
         computed = cpu_call.output(input, weight, bias, arguments)
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
@@ -127,24 +128,24 @@ def compute_gradients(
             return _gradients_op(*tensors, geometry, mask, backend)  # type: ignore[no-any-return]
         computed = native.backward(*tensors, arguments, mask)
     else:
-        _refuse_but_on_the_cpu(input)
+        _check_device_is_cpu(input)
         computed = cpu_call.gradients(*tensors, arguments, mask)
     memory_format = output_memory_format(input, weight)
     return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
 
 
 def _is_left_to_host(backend: str) -> bool:
-    """Loads the host part; returns whether it has a kernel of the op for CUDA. Otherwise PyTorch's operator computes.
+    """Loads the host part; returns whether it has a CUDA kernel of the op. If not, PyTorch's operator computes.
 
     Raises:
-        BuildError: the host part cannot be built, and ``backend`` asks for our kernels.
+        BuildError: the host part cannot be built, and ``backend`` requires our kernels.
     """
     if backend == KERNEL:
         host.library()
     return host.is_available()
 
 
-def _refuse_but_on_the_cpu(input: Tensor) -> None:
+def _check_device_is_cpu(input: Tensor) -> None:
     if not input.is_cpu:
         raise NotImplementedError(
             f"tconv_swap computes on the CPU and on CUDA, but input is on {input.device}"
@@ -177,7 +178,7 @@ def _gradients_autograd(
     mask: Sequence[bool],
     backend: str,
 ) -> list[Tensor]:
-    """PyTorch's operator computes gradients of gradients."""
+    """Differentiates the gradients: PyTorch's operator computes gradients of gradients."""
     if _wants_derivative(grad_output, input, weight):
         return _gradients_by_pytorch(grad_output, input, weight, geometry, mask, backend)
     keys = keys & torch._C._after_autograd_keyset
@@ -222,14 +223,14 @@ def register_autocast(
     register(op._schema.name, kernel, key.name)
 
 
-# The host part's kernels are for CUDA and its autograd by name, and so come before these.
+# The host part registers its kernels for CUDA and AutogradCUDA, which the dispatcher prefers to these.
 for _name, _compute, _autograd, _by_pytorch in (
     ("conv_transpose2d_output", compute_output, _output_autograd, _output_by_pytorch),
     ("conv_transpose2d_gradients", compute_gradients, _gradients_autograd, _gradients_by_pytorch),
 ):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
     _library.impl(_name, _autograd, "Autograd", with_keyset=True)
-    # In vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
+    # vmap, grad, jvp and the functions made of them use this, and so does autograd.grad(is_grads_batched=True).
     for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
         _library.impl(_name, _by_pytorch, _key)
 register_autocast(_library.impl, _output_op, "cpu")

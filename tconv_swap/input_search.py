@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from tconv_swap.inputs import Inputs, random_inputs
 from tconv_swap.preserving import preserved
 
-# Batch 2: with one sample, BatchNorm over 1x1 maps has a single value per channel and refuses to train.
+# A batch of 2 comes first: with one sample, BatchNorm over 1x1 maps has one value per channel and refuses to train.
 BATCHES = (2, 1)
-# An image network first gets an image; a size that its head or its depth needs follows.
+# An image network first gets an image of a common size; its head or its depth may need one of the others.
 IMAGE_SIZES = (64, 128, 256, 224, 32, 28, 16, 8, 4, 1, 299, 512)
 # Images have this many channels, grey or colour; a transposed convolution may read an image too.
 IMAGE_CHANNELS = (1, 3)
 # Larger shapes are tried only if none of the smaller ones runs.
-LARGEST_PREFERRED = 256
+MAX_PREFERRED_SIZE = 256
 # A transposed convolution that reads the network's input gets a latent vector (stride 1, no padding).
 LATENT_SIZES = (1, 4, 8, 16, 32, 64)
 # Otherwise it gets a feature map.
@@ -36,8 +36,8 @@ SEQUENCE_LENGTHS = (16, 64, 256, 1024, 4096)
 VOLUME_SIZES = (8, 16, 32, 64, 4)
 # The number of first layers with parameters that may determine the shape of the input.
 LAYERS_TRIED = 4
-# If none of this many working shapes reaches a transposed convolution, the shape is not the reason.
-ENOUGH_SHAPES = 4
+# If none of this many shapes that run reaches a transposed convolution, the shape is not the reason.
+MAX_RUNNING_SHAPES = 4
 
 
 class InputShapeError(ValueError):
@@ -53,21 +53,22 @@ class InferredInputs:
 
 
 def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -> InferredInputs:
-    """Random inputs that `model` accepts, found by trying what its first parametrised layers allow.
+    """Returns random inputs that `model` accepts, found by trying what its first parametrised layers allow.
 
-    Several sizes are tried, images of 64 to 256 pixels before smaller and larger ones; where a run shows that another
-    layer reads the input than the one that was asked, that layer's sizes come next. The first is taken that runs in
-    eval and in train mode and reaches every transposed convolution of one or two dimensions, with more than one pixel
-    unless one is what the network's first layer is made for; if none does, the one that comes closest. Runs on the
-    model's own device, without gradients. The model and the global random state are left as they were.
+    Several sizes are tried, images of 64 to 256 pixels before smaller and larger ones. If a run shows that another
+    layer reads the network's input than the one that gave the shape, that layer's sizes come next. The result is the
+    first shape that runs in eval and in train mode and reaches every transposed convolution of one or two dimensions
+    with maps of more than one pixel (one pixel is enough where the first layer expects it); if no shape does all this,
+    the one that comes closest. The network runs on its own device, without gradients. Its state and the global random
+    state are restored.
 
     Args:
         model: the network.
-        seed: of the numbers.
-        time_limit: seconds after which no further shape is begun.
+        seed: the seed of the random numbers.
+        time_limit: the number of seconds after which no further shape is tried.
 
     Raises:
-        InputShapeError: nothing that was tried runs, or the network wants several arguments.
+        InputShapeError: no shape that was tried runs, or the network needs several arguments.
     """
     names = [parameter.name for parameter in required_arguments(model)]
     if len(names) > 1:
@@ -81,13 +82,13 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
     failed: list[str] = []
     error = ""
     candidates = deque(_candidates(model))
-    asked: set[nn.Module] = set()
+    tried: set[nn.Module] = set()
     complete = False
-    while candidates and time.monotonic() <= deadline and len(ran) < ENOUGH_SHAPES:
+    while candidates and time.monotonic() <= deadline and len(ran) < MAX_RUNNING_SHAPES:
         candidate = candidates.popleft()
-        if complete and candidate.size > LARGEST_PREFERRED:
+        if complete and candidate.size > MAX_PREFERRED_SIZE:
             continue
-        asked.add(candidate.module)
+        tried.add(candidate.module)
         inputs = random_inputs([candidate.shape], model, seed=seed, high=candidate.high)
         evaluated, trained = try_modes(model, inputs)
         if evaluated.error and trained.error:
@@ -108,8 +109,8 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
             how += f"; {failed[0]}{more} did not run"
         if rank == (len(targets), 2, True, True):
             return InferredInputs(inputs, how)
-        if reader not in asked:
-            asked.add(reader)
+        if reader not in tried:
+            tried.add(reader)
             candidates.extendleft(reversed(_sizes(model, [reader])))
             ran.insert(0, (rank, InferredInputs(inputs, how)))
         else:
@@ -119,7 +120,7 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
     what = (
         f"none of the {len(failed)} shapes tried runs (the likeliest: {error})"
         if failed
-        else "no layer tells it"
+        else "no layer determines it"
     )
     raise InputShapeError(f"cannot infer the input shape, {what}: {advice(model)}")
 
@@ -141,7 +142,7 @@ def required_arguments(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def advice(model: nn.Module) -> str:
-    """Returns how to give this network its inputs on the command line, naming only options that fit its `forward`."""
+    """Returns how to give this network its inputs on the command line; names only options that fit its `forward`."""
     needed = required_arguments(model)
     kinds = {parameter.kind for parameter in needed}
     names = [parameter.name for parameter in needed] or ["x"]
@@ -179,11 +180,11 @@ class ModeTrial:
 
     Attributes:
         mode: `eval` or `train`.
-        error: in one line; empty if it ran.
+        error: the failure in one line; empty if the call succeeded.
         reached: the modules that were called.
-        reader: the first of them whose class determines the shape of its input: it reads the network's.
-        pixels: of the smallest map that a transposed convolution read; 0 if none was reached.
-        remark: what `examine` said of the output.
+        reader: the first of them whose class determines the shape of its input: it reads the network's input.
+        pixels: the size of the smallest map that a transposed convolution read; 0 if none was reached.
+        remark: what `examine` returned for the output.
     """
 
     mode: str
@@ -197,14 +198,14 @@ class ModeTrial:
 def try_modes(
     model: nn.Module, inputs: Inputs, examine: Callable[[Any], str] = lambda _: ""
 ) -> tuple[ModeTrial, ModeTrial]:
-    """Call `model` once in eval and once in train mode, without gradients, and say what came of it.
+    """Calls `model` once in eval and once in train mode, without gradients, and returns what happened.
 
-    The model and the global random state are left as they were. Nothing is raised, whatever the model's
+    The state of the model and the global random state are restored. This function raises nothing, whatever the model's
     forward raises.
 
     Args:
         model: the network.
-        inputs: of each call.
+        inputs: the inputs of each call.
         examine: called with what each call returns.
     """
     with preserved(model), torch.no_grad():
@@ -233,7 +234,7 @@ def _trial(model: nn.Module, mode: str, inputs: Inputs, examine: Callable[[Any],
     try:
         # A network may write to its inputs, for example with an in-place ReLU, so each run gets a copy.
         remark = examine(inputs.map(torch.clone)(model))
-    except Exception as failure:  # a foreign forward may raise anything; all of it means "does not run"
+    except Exception as failure:  # a user's forward may raise anything; all of it means "does not run"
         error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
     finally:
         for handle in hooks:
@@ -253,7 +254,7 @@ class _Candidate:
 
     @property
     def size(self) -> int:
-        """The size of its images; 1 if it is not a shape of images."""
+        """Returns the width of its images in pixels; 1 if it is not a shape of images."""
         return self.shape[-1] if len(self.shape) > 2 else 1
 
 
@@ -278,8 +279,8 @@ def _sizes(model: nn.Module, layers: Sequence[nn.Module]) -> list[_Candidate]:
 
 
 def _accepted(module: nn.Module) -> list[tuple[int, ...]]:
-    """Returns the shapes, without the batch, that this layer would read as the network's input; [] if it sets
-    none."""
+    """Returns the shapes, without the batch, that this layer would accept as the network's input; [] if it accepts
+    any."""
     if isinstance(module, nn.ConvTranspose2d):
         if module.in_channels in IMAGE_CHANNELS:
             return [(module.in_channels, s, s) for s in IMAGE_SIZES]

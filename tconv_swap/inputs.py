@@ -14,7 +14,7 @@ from torch import Tensor, nn
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
     """Returns `value` with `fn` applied to every tensor in it; containers are rebuilt, anything else is kept.
 
-    Knows tensors, lists, tuples, named tuples, mappings (a dict's class is kept) and dataclass instances.
+    Knows tensors, lists, tuples, named tuples, mappings (the class of a dict is kept) and dataclass instances.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -61,7 +61,7 @@ class Inputs:
         """Makes `Inputs` of a value: a tensor is the only argument, a tuple or list the positional ones, a dict the
         keyword ones.
 
-        So a network whose one argument is a list of images is given `([image, image],)`, or an `Inputs`.
+        A network whose one argument is a list of images therefore needs `([image, image],)`, or an `Inputs`.
 
         Raises:
             TypeError: for anything else, and for a dict whose keys are not all strings.
@@ -84,7 +84,7 @@ class Inputs:
         )
 
     def __call__(self, model: Callable[..., Any]) -> Any:
-        """`model(*args, **kwargs)`."""
+        """Calls `model(*args, **kwargs)`."""
         return model(*self.args, **self.kwargs)
 
     def map(self, fn: Callable[[Tensor], Any]) -> Inputs:

@@ -1,9 +1,9 @@
 """Signals that end a command, from its first import to the end of its process.
 
-SIGINT (Ctrl-C) gives exit code 130 and SIGTERM 143, always with one line that says so. While the package is imported,
-a signal ends the process at once, since no work has begun. While a command works, both raise, so that a half-written
-file is removed; code that swallows the exception does not swallow the signal. Once the exit code is decided, both are
-ignored: everything is written, and the process ends within a second.
+SIGINT (Ctrl-C) gives exit code 130 and SIGTERM 143, always with one line that says so. While the package is imported, a
+signal ends the process at once, since no work has begun. While a command works, both signals raise an exception, so
+that a half-written file is removed; the signal is remembered, in case other code catches the exception. Once the exit
+code is decided, both are ignored: everything is written, and the process ends within a second.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-#: The names of the script that pip installs; and the package of `python -m`.
+#: The names of the script that pip installs.
 _SCRIPTS = ("tconv-swap", "tconv-swap.exe", "tconv-swap-script.py")
 _MODULE = "tconv_swap"
 
 _received: list[int] = []
-_obeyed: set[int] = set()
+_handled: set[int] = set()
 
 
 def end_while_importing() -> None:
-    """Calls `end_at_signals` if our own command imports this package; does nothing in a program that uses it."""
+    """Calls `end_at_signals` if our own command imports this package; does nothing in a program that uses the
+    library."""
     if _is_own_command():
         end_at_signals()
 
 
 def end_at_signals() -> None:
-    """From now on a signal ends the process at once, without a traceback, since no work has begun.
+    """Makes a signal end the process at once, without a traceback, since no work has begun.
 
     An ignored signal stays ignored, such as SIGINT in a background process of a script.
     """
     _handle(_leave_at_once)
 
 
-def obey_signals() -> None:
-    """From now on SIGINT and SIGTERM raise, unless they are ignored."""
+def raise_at_signals() -> None:
+    """Makes SIGINT and SIGTERM raise an exception, unless they are ignored."""
     _handle(on_signal)
 
 
 def ignore_signals() -> None:
-    """From now on neither signal changes the exit code. Does nothing if the signals were not obeyed before.
+    """Makes both signals leave the exit code as it is. Does nothing if our handlers were not installed before.
 
-    A Python handler would not do: the interpreter removes it before the process has ended.
+    A Python handler is not enough: the interpreter removes it before the process has ended.
     """
-    for number in _obeyed:
+    for number in _handled:
         signal.signal(number, signal.SIG_IGN)
 
 
 def received() -> int | None:
-    """Returns the signal that has come since `obey_signals`, SIGTERM if both have; None if none has."""
+    """Returns the signal that has come since `raise_at_signals`, SIGTERM if both have; None if none has."""
     return max(_received, default=None)
 
 
-def is_obeyed() -> bool:
-    """Returns whether our handlers are installed; then foreign code raised a KeyboardInterrupt that no signal
-    caused."""
-    return signal.SIGINT in _obeyed
+def handlers_are_installed() -> bool:
+    """Returns whether our handlers are installed. If they are and `received` is None, the code of the user raised the
+    KeyboardInterrupt."""
+    return signal.SIGINT in _handled
 
 
 def describe(number: int) -> str:
@@ -69,7 +70,7 @@ def describe(number: int) -> str:
 
 
 def raise_again() -> None:
-    """Raises again for a signal that has come. Call it regularly: an import or a destructor may have swallowed the
+    """Raises again for a signal that has come. Call it regularly: an import or a destructor may have caught the
     exception.
 
     Raises:
@@ -85,13 +86,13 @@ def raise_again() -> None:
 def _handle(handler: object) -> None:
     for number in _SIGNALS:
         before = signal.getsignal(number)
-        if number in _obeyed or before in (signal.SIG_DFL, signal.default_int_handler):
+        if number in _handled or before in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, handler)  # type: ignore[arg-type]
-            _obeyed.add(number)
+            _handled.add(number)
 
 
-def obeyed() -> None:
-    """Forgets a Ctrl-C that has ended the part of the work that it was meant to end; the rest of the work goes on."""
+def forget_interruption() -> None:
+    """Forgets a Ctrl-C that ended only one part of the work; the rest of the work goes on."""
     while signal.SIGINT in _received:
         _received.remove(signal.SIGINT)
 

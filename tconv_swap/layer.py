@@ -1,8 +1,8 @@
 """The swapped layer, and which class a layer takes when it is swapped and when that is undone.
 
-``ConvTranspose2d`` differs from ``nn.ConvTranspose2d`` by its ``forward`` alone, and ``ConvTranspose1d`` from
-``nn.ConvTranspose1d``: parameters, buffers, state and constructor are the same. So giving a layer another
-class swaps it, and nothing that refers to it notices.
+``ConvTranspose2d`` differs from ``nn.ConvTranspose2d`` only by its ``forward``, and ``ConvTranspose1d`` from
+``nn.ConvTranspose1d``: parameters, buffers, state and constructor are the same. To swap a layer it is therefore enough
+to assign its ``__class__``; every reference to the layer stays valid.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tconv_swap.leaf import Leaf
 class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
     """``nn.ConvTranspose2d``, computed by ``tconv_swap.conv_transpose2d``.
 
-    Constructor, initial values, ``state_dict`` and repr are those of ``nn.ConvTranspose2d``. What our
-    operator does not support (complex and integer inputs, devices other than the CPU and CUDA) is left to
-    PyTorch's, so a swapped layer goes on working wherever it is moved.
+    Constructor, initial values, ``state_dict`` and repr are those of ``nn.ConvTranspose2d``. PyTorch's operator
+    computes what ours does not support (complex and integer inputs, devices other than the CPU and CUDA), so a swapped
+    layer works wherever it is moved.
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -36,11 +36,11 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
 
         Args:
             input: ``[batch, in_channels, height, width]`` or, unbatched, ``[in_channels, height, width]``.
-            output_size: the size wanted, in pixels: ``[out_height, out_width]``, or with batch and channels
-                in front, out of those that the stride leaves open. None takes ``self.output_padding``.
+            output_size: the wanted size in pixels, one of those that the stride leaves open: ``[out_height,
+                out_width]``, or with batch and channels in front. None takes ``self.output_padding``.
 
         Returns:
-            ``[batch, out_channels, out_height, out_width]``, unbatched where ``input`` is.
+            ``[batch, out_channels, out_height, out_width]``, unbatched where ``input`` is unbatched.
 
         Raises:
             ValueError: ``output_size`` is not possible, or ``padding_mode`` is not ``"zeros"``.
@@ -53,14 +53,14 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
             output = self._tconv_with_packed(self._tconv_packed, operands)
             if output is not None:
                 return output
-        return _computed(self, operands)
+        return _compute(self, operands)
 
-    def tconv_shaped(self, output: Tensor) -> Tensor:
-        """Returns what ``forward`` returns of what is computed from ``tconv_operands``."""
+    def tconv_reshape_output(self, output: Tensor) -> Tensor:
+        """Returns the result of ``forward``, given the output that was computed from ``tconv_operands``."""
         return output
 
     def tconv_operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
-        """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
+        """Returns the arguments with which ``forward`` calls ``tconv_swap.conv_transpose2d``."""
         output_padding: Any = self.output_padding
         if output_size is not None:
             output_padding = self._output_padding(
@@ -85,34 +85,35 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
 
 
 class ConvTranspose1d(Leaf, LayerState, nn.ConvTranspose1d):
-    """``nn.ConvTranspose1d``, computed as a 2-D transposed convolution of height 1; otherwise as above."""
+    """``nn.ConvTranspose1d``, computed as a 2-D transposed convolution of height 1; otherwise like
+    ``ConvTranspose2d``."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Computes the transposed convolution.
 
         Args:
             input: ``[batch, in_channels, length]`` or, unbatched, ``[in_channels, length]``.
-            output_size: the length wanted, ``[out_length]``, or with batch and channels in front, out of
-                those that the stride leaves open. None takes ``self.output_padding``.
+            output_size: the wanted length, one of those that the stride leaves open: ``[out_length]``, or with batch
+                and channels in front. None takes ``self.output_padding``.
 
         Returns:
-            ``[batch, out_channels, out_length]``, unbatched where ``input`` is; contiguous, as PyTorch's.
+            ``[batch, out_channels, out_length]``, unbatched where ``input`` is unbatched; contiguous, like PyTorch's.
 
         Raises:
             ValueError, RuntimeError: as ``ConvTranspose2d.forward``.
         """
         if not is_ours(self, input) or input.dim() not in (2, 3):
             return super().forward(input, output_size)
-        return self.tconv_shaped(_computed(self, self.tconv_operands(input, output_size)))
+        return self.tconv_reshape_output(_compute(self, self.tconv_operands(input, output_size)))
 
-    def tconv_shaped(self, output: Tensor) -> Tensor:
-        """Returns what ``forward`` returns of what is computed from ``tconv_operands``."""
+    def tconv_reshape_output(self, output: Tensor) -> Tensor:
+        """Returns the result of ``forward``, given the output that was computed from ``tconv_operands``."""
         output = output.contiguous()
-        # Not a view, into which autograd refuses to write.
+        # Autograd refuses to write in place into a view.
         return torch.ops.aten._unsafe_view.default(output, [*output.shape[:-2], output.shape[-1]])  # type: ignore[no-any-return]
 
     def tconv_operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
-        """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
+        """Returns the arguments with which ``forward`` calls ``tconv_swap.conv_transpose2d``."""
         output_padding = self._output_padding(
             input,
             output_size,
@@ -122,7 +123,7 @@ class ConvTranspose1d(Leaf, LayerState, nn.ConvTranspose1d):
             1,
             self.dilation,  # type: ignore[arg-type]
         )
-        # As PyTorch does: a transposed signal would otherwise be taken for a channels_last image.
+        # PyTorch does this too: otherwise a transposed signal would be taken for a channels_last image.
         return (
             input.contiguous().unsqueeze(-2),
             self.weight.contiguous().unsqueeze(-2),
@@ -135,7 +136,7 @@ class ConvTranspose1d(Leaf, LayerState, nn.ConvTranspose1d):
         )
 
 
-#: The layers of ours, and the layer of PyTorch's that each stands for.
+#: Our layers. Each replaces one layer of PyTorch's, see _PLAIN.
 SWAPPED = (ConvTranspose2d, ConvTranspose1d)
 Plain: TypeAlias = nn.ConvTranspose2d | nn.ConvTranspose1d
 Swapped: TypeAlias = ConvTranspose2d | ConvTranspose1d
@@ -144,21 +145,21 @@ _PLAIN: dict[type[Swapped], type[Plain]] = {
     ConvTranspose1d: nn.ConvTranspose1d,
 }
 _CHANGE = "_tconv_swap_changes_class"
-#: The originals: other code may replace PyTorch's functions.
+#: The original functions: other code may replace PyTorch's.
 _FORWARDS = [cls.forward for cls in (*_PLAIN, *_PLAIN.values())]
 
 
-def _computed(layer: Swapped, operands: Operands) -> Tensor:
-    # Code that replaces the operator then needs to know PyTorch's arguments only.
+def _compute(layer: Swapped, operands: Operands) -> Tensor:
+    # Without the backend, code that replaces the operator needs to know PyTorch's arguments only.
     if layer.tconv_backend == "auto":
         return op.conv_transpose2d(*operands)
     return op.conv_transpose2d(*operands, layer.tconv_backend)
 
 
 def is_ours(layer: Plain, input: Tensor) -> bool:
-    """Returns whether our operator takes this call. PyTorch's takes the others, and raises for a broken layer.
+    """Returns whether our operator takes this call. PyTorch's takes all others, and raises for a broken layer.
 
-    The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).
+    The weight is not read: reading a parametrized weight computes it and may change state (spectral_norm).
     """
     return (
         isinstance(input, Tensor)
@@ -170,9 +171,9 @@ def is_ours(layer: Plain, input: Tensor) -> bool:
 
 
 class _PickledByFirstBase:
-    """The second base of a class made by ``_swapped_subclass``; pickles its layers by their first base.
+    """The second base of a class that ``_swapped_subclass`` makes; pickles its layers by their first base.
 
-    The made class is in no module, so a pickle cannot name it; it names the user's class and makes it anew.
+    No module contains the new class, so a pickle cannot name it; it names the user's class, and loading makes it again.
     """
 
     __slots__ = ()
@@ -191,9 +192,9 @@ class _SwappedSubclass1d(_PickledByFirstBase, ConvTranspose1d):
 
 
 def swapped_class(cls: type[Plain]) -> type[Swapped]:
-    """Returns the class that replaces ``cls``: the same, but on top of our layer.
+    """Returns the class that replaces ``cls``: the same class with our layer in the place of PyTorch's.
 
-    A ``forward`` that ``cls`` has of its own stays; what it reaches by ``super().forward`` is then ours.
+    If ``cls`` defines a ``forward``, it stays; what it calls as ``super().forward`` is then ours.
 
     Args:
         cls: ``nn.ConvTranspose2d``, ``nn.ConvTranspose1d`` or a subclass of one of them.
@@ -210,13 +211,13 @@ def swapped_class(cls: type[Plain]) -> type[Swapped]:
 
 
 def original_class(cls: type[Swapped]) -> type[Plain]:
-    """The inverse of ``swapped_class``; a class that somebody derived from ours is returned as it is."""
+    """Returns the inverse of ``swapped_class``; a class that a user derived from ours is returned unchanged."""
     if cls in _PLAIN:
         return _PLAIN[cls]
     first, last = cls.__bases__[0], cls.__bases__[-1]
     if last in (_SwappedSubclass, _SwappedSubclass1d):
         return first
-    # Made by FSDP2's fully_shard, or by what is built on it.
+    # FSDP2's fully_shard, or code built on it, has made the class.
     if any(base.__name__ == "FSDPModule" for base in first.__mro__) and issubclass(last, SWAPPED):
         namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         return type(cls.__name__, (first, original_class(last)), namespace)
@@ -224,20 +225,22 @@ def original_class(cls: type[Swapped]) -> type[Plain]:
 
 
 def set_classes(classes: Sequence[tuple[nn.Module, type[Plain]]]) -> None:
-    """Gives each layer its class. All classes are made before the first is assigned."""
+    """Gives each layer its new class. All classes are made before the first is assigned."""
     for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
-        object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise
-        # torch.compile skips its guards, that on the class too, while no dictionary of the network has
-        # changed: an assignment makes a network that is compiled already see its new layer.
+        object.__setattr__(
+            layer, "__class__", cls
+        )  # not by __setattr__, which a subclass may override and raise in
+        # torch.compile skips its guards, also that on the class, while no dictionary of the network has changed. The
+        # assignment below changes one, so a network that is already compiled sees its new layer.
         vars(layer)[_CHANGE] = None
         del vars(layer)[_CHANGE]
 
 
 def _parametrized_like(layer: nn.Module, cls: type[Plain]) -> type[nn.Module]:
-    """``cls`` with the properties that ``torch.nn.utils.parametrize`` has put into the class of ``layer``.
+    """Returns ``cls`` with the properties that ``torch.nn.utils.parametrize`` has put into the class of ``layer``.
 
-    A new class, as deep copies of a layer share theirs; with ``cls`` as its first base, which is where
-    ``remove_parametrizations`` looks for the class to go back to.
+    The class is new, because deep copies of a layer share its class. Its first base is ``cls``:
+    ``remove_parametrizations`` restores that class.
     """
     if not is_parametrized(layer):
         return cls
@@ -251,7 +254,7 @@ def plain_class(layer: Plain) -> type[Plain]:
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
-    """Returns whether a subclass of PyTorch's or our layer has a ``forward`` of its own."""
+    """Returns whether a subclass of PyTorch's or our layer defines a ``forward``."""
     asks_otherwise = getattr(cls, "_output_padding", None) is not _ConvTransposeNd._output_padding
     return asks_otherwise or getattr(cls, "forward", None) not in _FORWARDS
 
@@ -268,6 +271,6 @@ def _swapped_subclass(cls: type[Plain]) -> type[Swapped]:
 
 
 def _new_swapped_layer(cls: type[Plain]) -> Swapped:
-    """A layer without state, for the unpickler to fill. Pickles name this function: it must stay here."""
+    """Returns a layer without state, which the unpickler fills. Pickles name this function: it must stay here."""
     swapped = swapped_class(cls)
     return swapped.__new__(swapped)

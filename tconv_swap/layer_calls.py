@@ -1,4 +1,4 @@
-"""What the layers of a network are called with, and what computes these calls, for ``explain`` and ``prepare``."""
+"""Finds the calls of a network's layers, and what computes these calls, for ``explain`` and ``prepare``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tconv_swap.layer_state import LayerState, Operands
 from tconv_swap.measurement.stages import LayerCall, capture_calls
 from tconv_swap.preserving import preserved
 
-#: For one GPU of each architecture: its multiprocessors, and the bytes of shared memory that a block may request.
+#: Of one GPU of each architecture: its multiprocessors, and the bytes of shared memory that a block may request.
 DEVICES = {
     "sm_75": (40, 64 << 10),  # T4
     "sm_80": (108, 163 << 10),  # A100
@@ -36,11 +36,11 @@ def check_architecture(architecture: str | None) -> None:
         raise ValueError(f"architecture: expected one of {', '.join(DEVICES)}, got {architecture!r}")
 
 
-class Called(NamedTuple):
-    """A call of a layer; the tensors among the operands have no numbers, and stand for some on ``device``.
+class OperatorCall(NamedTuple):
+    """One call of a layer. The tensors among the operands have no data; they have the layout of tensors on ``device``.
 
     Attributes:
-        operands: as an autocast casts them, the input with a batch.
+        operands: as an autocast casts them; the input has a batch.
         parameters: the dtype of the weight before an autocast casts it.
     """
 
@@ -52,7 +52,7 @@ class Called(NamedTuple):
     parameters: torch.dtype
 
     def problem(self) -> plan.Problem:
-        """Returns the problem that the call poses.
+        """Returns the problem that the call computes.
 
         Raises:
             RuntimeError: the operands do not fit together.
@@ -61,7 +61,7 @@ class Called(NamedTuple):
         return call.problem_of(input, weight, bias, tuple(arguments))
 
     def problem_on_gpu(self) -> plan.Problem:
-        """The same, as kernels compute it; raises as above."""
+        """Returns the same problem as our kernels compute it; raises the same errors."""
         posed = self.problem()
         return replace(posed, channels_last=False) if posed.dtype == torch.float64 else posed
 
@@ -70,23 +70,24 @@ class Called(NamedTuple):
         return self.operands[2] is not None
 
 
-def calls_of(module: nn.Module, inputs: Inputs) -> list[Called]:
-    """Returns every call of a layer of ours, once for each form of what it is called with. A layer by itself is not
-    run; a network is, once, without gradients, its layers computed by PyTorch's operator."""
+def calls_of(module: nn.Module, inputs: Inputs) -> list[OperatorCall]:
+    """Returns every call of a swapped layer, once for each shape, dtype and layout of its operands. A single layer is
+    not run; a network is run once, without gradients, and PyTorch's operator computes its layers."""
     if isinstance(module, LayerState):
         return [_called(module, LayerCall("", inputs, None))]
     layers = {name: m for name, m in module.named_modules() if isinstance(m, LayerState)}
     with preserved(module), torch.no_grad(), _by_pytorch(*layers.values()):
         found = capture_calls(module, list(layers), lambda: inputs.map(Tensor.clone)(module))
-        # Inside the run: a weight that a hook computes has the network's dtype and layout only after the hook has
-        # run.
+        # Inside the run: a weight that a hook computes has the network's dtype and layout only after the hook has run.
         return [_called(layers[captured.name], captured) for captured in found]
 
 
 @contextmanager
 def _by_pytorch(*layers: LayerState) -> Iterator[None]:
-    """Inside, no kernel of ours is compiled or run."""
-    before = [{name: vars(layer).pop(name) for name in _OURS if name in vars(layer)} for layer in layers]
+    """Makes PyTorch's operator compute these layers inside; no kernel of ours is compiled or run."""
+    before = [
+        {name: vars(layer).pop(name) for name in _OUR_ATTRIBUTES if name in vars(layer)} for layer in layers
+    ]
     for layer in layers:
         vars(layer)["tconv_backend"] = NATIVE
     try:
@@ -97,25 +98,26 @@ def _by_pytorch(*layers: LayerState) -> Iterator[None]:
             vars(layer).update(state)
 
 
-_OURS = ("tconv_backend", "_tconv_packed")
+_OUR_ATTRIBUTES = ("tconv_backend", "_tconv_packed")
 
 
-def _called(layer: LayerState, captured: LayerCall) -> Called:
+def _called(layer: LayerState, captured: LayerCall) -> OperatorCall:
     with torch.no_grad():
         input, weight, bias, *arguments = layer.tconv_operands(
             *captured.inputs.args, **captured.inputs.kwargs
         )
-    # What has no numbers stands for the layer's own device, and for this machine's CPU where that has none either.
+    # A tensor without data belongs to the layer's own device, or to this machine's CPU where the layer has no data
+    # either.
     device = next((one.device for one in (input, weight) if not one.is_meta), torch.device("cpu"))
     if input.dim() == 3:
         input = input.unsqueeze(0)
     forms = (form_of(tensor, captured.autocast) for tensor in (input, weight, bias))
     shape = tuple(captured.input.shape)
-    return Called(layer, captured.name, shape, device, (*forms, *arguments), weight.dtype)
+    return OperatorCall(layer, captured.name, shape, device, (*forms, *arguments), weight.dtype)
 
 
 def form_of(tensor: Tensor | None, autocast: torch.dtype | None = None) -> Any:
-    """Returns a tensor without numbers that has the layout of ``tensor``, cast as autocast casts it."""
+    """Returns a tensor without data that has the layout of ``tensor``, cast as autocast casts it."""
     if tensor is None:
         return None
     casts = autocast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -131,10 +133,10 @@ def steps_of(
     backend: str,
     index: int | None,
 ) -> tuple[Step, ...]:
-    """Returns what computes the gradients of ``mask``; of an empty one, the forward pass.
+    """Returns what computes the gradients of ``mask``, or the forward pass where ``mask`` is empty.
 
     Args:
-        index: the GPU, whose winners are used; None: it is not here.
+        index: the index of the GPU, whose measured winners are used; None: this machine does not have it.
     """
     winners = tuned.NONE
     if mask:

@@ -10,46 +10,46 @@ from torch import Tensor, nn
 from tconv_swap import flops
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.packed import PackedWeight
-from tconv_swap.dispatch import is_unseen
+from tconv_swap.dispatch import is_plain_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Input, weight, bias, stride, padding, output_padding, groups, dilation.
+#: These are input, weight, bias, stride, padding, output_padding, groups, dilation.
 Operands: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Any, Any, Any, int, Any]
 
 
 def may_use_packed(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return input.is_cuda and is_unseen(input, weight, bias)
+    return input.is_cuda and is_plain_call(input, weight, bias)
 
 
 class LayerState(nn.Module):
-    """Base of the layers of ours, in front of the layer of PyTorch's that each stands for.
+    """Base of our layers, in front of the layer of PyTorch's that each of them replaces.
 
     Attributes:
-        tconv_backend: what computes the layer (see ``tconv_swap.conv_transpose2d``). May be set at any time; it goes
-            with the layer into copies and pickles, and is no part of its ``state_dict``.
+        tconv_backend: what computes the layer (see ``tconv_swap.conv_transpose2d``). May be set at any time. Copies and
+            pickles of the layer keep it; its ``state_dict`` does not contain it.
     """
 
-    #: The default on the class, for layers without a backend of their own, also those of old pickles.
+    #: The default on the class serves layers that have set no backend, also those of old pickles.
     tconv_backend: Backend = "auto"
     _tconv_packed: PackedWeight | None = None
 
     def tconv_operands(self, *args: Any, **kwargs: Any) -> Operands:
-        """Returns the arguments, except for the backend, that ``forward`` passes to
-        ``tconv_swap.conv_transpose2d``."""
+        """Returns the arguments, without the backend, with which ``forward`` calls ``tconv_swap.conv_transpose2d``."""
         raise NotImplementedError
 
     def tconv_forget(self) -> None:
-        """Remove the attributes that PyTorch's layer does not have."""
-        self.tconv_let_packed_go()
+        """Removes the attributes that PyTorch's layer does not have."""
+        self.tconv_release_packed()
         vars(self).pop("tconv_backend", None)
 
-    # Frozen weights (freezing.py). In the instance's dictionary, past any __setattr__ of a subclass.
+    # The packed weight is kept in the instance's dictionary, since a subclass may override __setattr__ (see
+    # freezing.py).
 
     def tconv_keep_packed(self) -> None:
-        """Freeze the weight, if it is a parameter whose changes can be noticed."""
-        self.tconv_let_packed_go()
+        """Freezes the weight, if it is a parameter whose changes can be noticed."""
+        self.tconv_release_packed()
         weight = self._parameters.get("weight")
         if weight is not None and not weight.is_inference():
             vars(self)["_tconv_packed"] = PackedWeight(weight)
@@ -61,40 +61,42 @@ class LayerState(nn.Module):
             packed is not None and packed.weight is self._parameters.get("weight") and packed.is_unchanged()
         )
 
-    def tconv_let_packed_go(self) -> None:
-        """Unfreeze the weight."""
+    def tconv_release_packed(self) -> None:
+        """Unfreezes the weight."""
         packed = vars(self).pop("_tconv_packed", None)
         if packed is not None:
             packed.release()
 
     def _tconv_with_packed(self, packed: PackedWeight, operands: Operands) -> Tensor | None:
-        """Returns the output from the packed weight; None if the call has to be computed in the ordinary way."""
+        """Returns the output computed from the packed weight; None if the call has to be computed in the ordinary
+        way."""
         input, weight, bias, *arguments = operands
         if input.shape in packed.unpacked_shapes:
             return None
-        # Another weight for this one call (functional_call) does not change what is frozen.
+        # A call with another weight (torch.func.functional_call) leaves the frozen weight as it is.
         if weight is not packed.weight or input.dim() != 4 or not may_use_packed(input, weight, bias):
             return None
         if not packed.is_unchanged():
-            self.tconv_let_packed_go()
+            self.tconv_release_packed()
             return None
         return packed.forward(input, bias, tuple(arguments), self.tconv_backend)
 
     def train(self, mode: bool = True) -> Self:
         if mode:
-            self.tconv_let_packed_go()
+            self.tconv_release_packed()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self.tconv_let_packed_go()
+        self.tconv_release_packed()
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.tconv_let_packed_go()
+        self.tconv_release_packed()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # PyTorch's leaves out what only this object can have: a copy would go on calling this one, compiled.
+        # PyTorch's method removes what belongs to this object alone: with it, a copy would call this object's compiled
+        # forward.
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_tconv_packed", None)
         return state

@@ -1,4 +1,4 @@
-"""How symbolic tracing (torch.fx) sees a swapped layer: as a leaf of the graph, as it sees torch.nn's own layers."""
+"""Makes symbolic tracing (torch.fx) treat a swapped layer as a leaf of the graph, like the layers of torch.nn."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CALL = Module.__call__
 
 
 class _CallImpl:
-    """``_call_impl`` of the next class, but while something stands in the place of ``Module.__call__``: a tracer does.
+    """Gives ``_call_impl`` of the next class, but a recording one while a tracer has replaced ``Module.__call__``.
 
-    torch.compile looks whether a layer's is ``Module._call_impl`` itself. It goes through any other, and then, at every
-    call of what it has compiled, looks whether that is still in all the dictionaries of the layer's classes.
+    torch.compile checks whether a layer's ``_call_impl`` is ``Module._call_impl`` itself. If it is another one,
+    torch.compile traces into it, and each call of the compiled code checks the dictionaries of all the layer's classes.
     """
 
     def __get__(self, layer: Leaf | None, cls: type[Leaf]) -> Callable[..., Any]:
@@ -28,7 +28,7 @@ class _CallImpl:
 
 
 def _recorded(layer: Leaf, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # Before the hooks: the call that is recorded runs them.
+    # The hooks are not run here: the call that is recorded runs them.
     given = args[0] if args else kwargs.get("input")
     if isinstance(given, Proxy) and _is_leaf_of(given.tracer, layer):
         tracer: Any = given.tracer
@@ -37,11 +37,11 @@ def _recorded(layer: Leaf, call: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 def _is_leaf_of(tracer: TracerBase, layer: Leaf) -> bool:
-    """Whether it can record this layer as a call; not where that is what it traces."""
+    """Returns whether the tracer can record this layer as a call; it cannot if it traces the layer itself."""
     return isinstance(tracer, Tracer) and tracer.root is not layer
 
 
 class Leaf(Module):
-    """Base of the layers of ours, which are not in ``torch.nn`` and would be traced into."""
+    """Base of our layers: they are not in ``torch.nn``, so tracers would trace into them."""
 
     _call_impl = _CallImpl()

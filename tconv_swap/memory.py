@@ -1,4 +1,4 @@
-"""Tells how much memory is free, and keeps a file from taking more."""
+"""Says how much memory is free, and limits how much memory the reading of a file may take."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 CPU = torch.device("cpu")
 #: At least this much is assumed to be free, since what a system reports for a container is an estimate.
-LEAST_BYTES = 1 << 30
+MIN_FREE_BYTES = 1 << 30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an exception says that a GPU or the CPU is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # PyTorch's CPU allocator has no class of its own; what C++ code allocates besides says no more than bad_alloc.
+    # PyTorch's CPU allocator raises no class of its own, and other C++ code says no more than bad_alloc.
     signs = ("DefaultCPUAllocator", "std::bad_alloc")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
@@ -27,8 +27,8 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        # A process may be limited to less than the GPU has (torch.cuda.set_per_process_memory_fraction). Asked for
-        # "cuda", the current GPU, that function wants its number.
+        # torch.cuda.set_per_process_memory_fraction may limit a process to less than the GPU has. With "cuda", the
+        # current GPU, torch.cuda needs its index.
         index = torch.cuda.current_device() if device.index is None else device.index
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(index)) - reserved
         return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
@@ -60,9 +60,9 @@ def _cgroup_available() -> int | None:
 
 @contextlib.contextmanager
 def within_free_memory() -> Iterator[None]:
-    """Inside, an allocation beyond the CPU's free memory raises, if the system supports such a limit (Linux).
+    """Makes an allocation beyond the CPU's free memory raise inside, if the system supports such a limit (Linux).
 
-    Otherwise a small file that unpacks to something huge would have the system kill this process, or another.
+    Without a limit, a small file that unpacks to something huge makes the system kill this process, or another one.
     """
     free, used = free_bytes(CPU), _private_bytes()
     try:
@@ -74,7 +74,7 @@ def within_free_memory() -> Iterator[None]:
     if free is None or used is None or before[0] != resource.RLIM_INFINITY:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (used + max(free, LEAST_BYTES), before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + max(free, MIN_FREE_BYTES), before[1]))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The parameters and buffers of some modules, kept so that they can be put back after the modules have run."""
+"""Keeps the parameters and buffers of some modules, so that they can be restored after the modules have run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ModuleState:
     """Parameters and buffers as they were: the same objects under the same names, with the same values in the same
     memory.
 
-    Costs one copy of all parameters and buffers: on their own device, or on the CPU where they would take more than
-    half of what a GPU has left. Uninitialised (lazy) parameters are not covered.
+    Costs one copy of all parameters and buffers, on their own device; on the CPU if they would take more than half of
+    the GPU's free memory. Uninitialised (lazy) parameters are not covered.
     """
 
     def __init__(self, modules: Iterable[nn.Module], beside: ModuleState | None = None) -> None:
         """
         Args:
-            beside: another state, made just before; its copies are used for the tensors that are in both.
+            beside: another state, made just before; tensors that are in both share its copies.
         """
         modules = list(modules)
         self._registered = [_Registered(module) for module in modules]
@@ -61,7 +61,7 @@ def unique_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class _Registered:
-    """Which parameters and buffers a module has, under which names."""
+    """The parameters and buffers that a module has, with their names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -82,27 +82,27 @@ class _Saved:
 
     tensor: Tensor
     memory: Tensor
-    """Another tensor in the same memory, for when the network sets `tensor.data` to something else."""
+    """Another tensor in the same memory, needed if the network assigns `tensor.data`."""
     value: Tensor
     version: int | None
-    """What autograd recognises writes by; None for tensors made in inference mode, which have none."""
+    """Autograd's counter of writes; None for tensors made in inference mode, which have none."""
 
     def put_back(self) -> None:
         tensor = self.tensor
         if _place(tensor) != _place(self.memory):
             tensor.data = self.memory
         if not _unchanged(tensor, self.value):
-            # In this order: `inference_mode(False)` switches gradients on.
+            # The order matters: `inference_mode(False)` enables gradients.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(self.value)
-        # A graph that was built on these values is as good as before, but would refuse its backward pass after
-        # any write: a step of an optimizer with learning rate 0 is one.
+        # Values that nobody changed are not written: a graph built on them is still valid, but its backward pass would
+        # fail after any write. A step of an optimizer with learning rate 0 is such a case.
         if self.version is not None and tensor._version != self.version:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
 
 
 def _unchanged(tensor: Tensor, value: Tensor) -> bool:
-    # Subclasses may have no bits that could be compared.
+    # Subclasses may have no bits to compare.
     return tensor.is_meta or (type(tensor) in (Tensor, nn.Parameter) and same_bits(tensor, value))
 
 
@@ -138,7 +138,8 @@ def _is_crowded(device: torch.device, size: int) -> bool:
 
 
 def _writable(tensor: Tensor) -> bool:
-    """Expanded tensors share elements: PyTorch refuses to write to them, so they cannot have changed."""
+    """Returns whether a tensor can be written: PyTorch refuses this for expanded tensors, whose elements share memory,
+    so they cannot have changed either."""
     return (
         tensor.layout != torch.strided
         or tensor.is_nested
@@ -149,8 +150,8 @@ def _writable(tensor: Tensor) -> bool:
 
 
 def _restore(current: dict[str, _T], saved: dict[str, _T]) -> None:
-    # In place and only where something differs: the dict may be one that others hold on to. TorchScript's is none,
-    # and cannot be cleared.
+    # The dict is changed in place and only where something differs, because other objects may hold it. That of
+    # TorchScript is not a dict and cannot be cleared.
     if list(current.keys()) != list(saved.keys()) or any(current[name] is not saved[name] for name in saved):
         current.clear()
         current.update(saved)

@@ -52,25 +52,24 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
     backend: Backend = "auto",
 ) -> Tensor:
-    """A 2-D transposed convolution, argument for argument ``torch.nn.functional.conv_transpose2d``.
+    """Returns a 2-D transposed convolution; the arguments are those of ``torch.nn.functional.conv_transpose2d``.
 
     Args:
         input: ``[batch, in_channels, height, width]`` or, unbatched, ``[in_channels, height, width]``.
         weight: ``[in_channels, out_channels / groups, kernel_height, kernel_width]``.
         bias: ``[out_channels]`` or None.
-        backend: ``"kernel"`` computes by our kernels (on the CPU: our formulations), ``"native"`` by PyTorch's
-            operator. ``"auto"``: ours, save where measurements say that PyTorch's is faster on this GPU, the
-            forward pass and each gradient apart (``tconv_swap.explain`` tells). On a GPU for which nothing was
-            measured it times our best candidates and PyTorch's operator at the first use of each stage and keeps the
-            winner on disk; ``"rules"`` does not.
+        backend: ``"kernel"`` computes with our kernels (on the CPU: our formulations), ``"native"`` with PyTorch's
+            operator. ``"auto"`` chooses for the forward pass and each gradient separately: ours, except where
+            measurements say that PyTorch's is faster on this GPU (``tconv_swap.explain`` says which). On a GPU for
+            which nothing was measured, ``"auto"`` times our best candidates and PyTorch's operator at the first use of
+            each stage and keeps the winner on disk; ``"rules"`` never times.
 
-    All three of one dtype and on one device; what is not float64, float32, float16 or bfloat16 on the CPU or on CUDA,
-    or is a DTensor, is computed by PyTorch's operator. float32 on CUDA obeys
-    ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` as they are at the
-    call.
+    All three tensors have one dtype and one device. PyTorch's operator computes what is not float64, float32, float16
+    or bfloat16 on the CPU or on CUDA, and DTensors. float32 on CUDA obeys ``torch.backends.cudnn.allow_tf32`` and
+    ``torch.backends.cudnn.conv.fp32_precision`` as they are set at the call.
 
     Returns:
-        ``[batch, out_channels, out_height, out_width]`` in the memory format PyTorch would choose.
+        ``[batch, out_channels, out_height, out_width]`` in the memory format that PyTorch would choose.
 
     Raises:
         RuntimeError, TypeError: as PyTorch does, naming the argument, its value and what was expected.
@@ -78,7 +77,7 @@ def conv_transpose2d(
     """
     if backend != "auto":
         check_backend(backend)
-    # Most calls take this way, so it does as little as possible.
+    # Most calls take this path, so it does as little as possible.
     if (
         input.is_cuda
         and backend != "native"
@@ -141,11 +140,11 @@ def _as_arguments(stride: Any, padding: Any, output_padding: Any, groups: Any, d
 def _as_list(*given: Any) -> list[int]:
     try:
         return _cached_list(*given)
-    except TypeError:  # a list among them cannot be hashed, or it is no integer, which the conversion says
+    except TypeError:  # a list cannot be hashed; for another value the conversion raises
         return as_list(_as_arguments(*given))
 
 
-# A layer asks with the same integers again and again.
+# A layer repeats the same integers at every call.
 @lru_cache(maxsize=4096, typed=True)
 def _cached_list(*given: Any) -> list[int]:
     return as_list(_as_arguments(*given))
@@ -171,7 +170,7 @@ def _by_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any)
 
 # torch.library.register_autograd would give a silent zero for a forward-mode tangent.
 def _differentiate(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-    # Inside a level of forward-mode derivatives, the op is PyTorch's convolution, which has every rule.
+    # At a level of forward-mode derivatives the op becomes PyTorch's convolution, which has every derivative rule.
     if forward_ad._current_level >= 0:
         return _by_pytorch(input, weight, bias, *given)
     if not needs_gradient(input, weight, bias):
@@ -182,7 +181,7 @@ def _differentiate(input: Tensor, weight: Tensor, bias: Tensor | None, *given: A
 
 _library.impl("conv_transpose2d", _compute, "CompositeExplicitAutograd")
 _library.impl("conv_transpose2d", _differentiate, "Autograd")
-# In vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
+# vmap, grad, jvp and the functions made of them use this, and so does autograd.grad(is_grads_batched=True).
 for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
     _library.impl("conv_transpose2d", _by_pytorch, _key)
 for _device_type in ("cpu", "cuda"):

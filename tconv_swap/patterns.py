@@ -1,4 +1,4 @@
-"""Matches patterns with dotted names, component by component, as ``plan_swap`` describes."""
+"""Matches patterns with dotted names, component by component, as ``plan_swap`` documents."""
 
 from __future__ import annotations
 

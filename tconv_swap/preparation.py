@@ -1,4 +1,5 @@
-"""``prepare`` compiles all that the layers of a network will need, so that its first call on a GPU compiles nothing."""
+"""``prepare`` compiles all kernels that a network's layers will need, so that its first call on a GPU compiles
+nothing."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from tconv_swap.kernels.common.cast import plan_cast
 from tconv_swap.kernels.common.epilogue import with_epilogue
 from tconv_swap.kernels.common.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.layer import SWAPPED, ConvTranspose1d
-from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, form_of, steps_of
+from tconv_swap.layer_calls import DEVICES, OperatorCall, calls_of, check_architecture, form_of, steps_of
 from tconv_swap.layer_state import LayerState
 from tconv_swap.op import SUPPORTED_DTYPES
 from tconv_swap.runtime import host, jit
 from tconv_swap.runtime.cache import cache_problem
 from tconv_swap.runtime.program import Kernel, Output, Plan
 
-#: Called with what is done, and how much of it is done and there is in total, if that is known.
+#: OperatorCall with a description of the work, the amount that is done, and the total; both None where unknown.
 Progress = Callable[[str, int | None, int | None], object]
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -44,15 +45,15 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What ``prepare`` did; its ``str`` says it in a line.
+    """The result of ``prepare``; its ``str`` is one line.
 
     Attributes:
-        architecture: for which the kernels are.
-        layers: swapped layers whose kernels were asked for.
-        compiled: kernels that were compiled.
-        found: kernels that were on disk already.
-        seconds: that it took.
-        not_kept: why the next process has to compile them again; else ``""``.
+        architecture: the architecture of the GPU for which the kernels are.
+        layers: the number of swapped layers whose kernels were requested.
+        compiled: the number of kernels that were compiled.
+        found: the number of kernels that were on disk already.
+        seconds: the time that it took.
+        not_kept: why the next process has to compile the kernels again; ``""`` if it does not.
     """
 
     architecture: str
@@ -63,7 +64,7 @@ class PrepareReport:
     not_kept: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write."""
+        """Returns the same as plain values that ``json`` can write."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -84,26 +85,28 @@ def prepare(
     memory_formats: Sequence[torch.memory_format] | None = None,
     progress: Progress | None = None,
 ) -> PrepareReport:
-    """Compile, on all cores, the kernels that the swapped layers and blocks of a network need on a GPU, and build the
-    launcher, if they are not on disk already. A server calls it before its first request, an image is built with it.
+    """Compiles, on all cores, the kernels that the swapped layers and blocks of a network need on a GPU, and builds the
+    launcher, if they are not on disk already. Call it before a server's first request, or while an image is built.
 
-    With inputs, the network is run on them once without gradients, its layers computed by PyTorch's operator, to learn
-    what reaches them; it is afterwards as it was. Without inputs, each layer's few kernels are compiled for sizes that
-    stand for all; a call of a size for which another schedule is faster may compile one more.
+    With inputs, the network is run on them once without gradients, to find out what its layers are called with;
+    PyTorch's operator computes the layers, and the network's state is restored. Without inputs, each layer's few
+    kernels are compiled for representative sizes; a call of a size for which another schedule is faster may compile one
+    more.
 
-    On a GPU for which nothing was measured, what the first use of a layer times is compiled too, and timed if there are
-    inputs and the network is on that GPU (see ``conv_transpose2d``).
+    On a GPU for which nothing was measured, the candidates that the first use of a layer times are compiled too. They
+    are also timed if there are inputs and the network is on that GPU (see ``conv_transpose2d``).
 
     Args:
         model: a network with swapped layers, or a layer, in the mode in which it will run.
-        inputs: what it is called with: a tensor, a tuple (positional arguments), a dict (keyword arguments) or
-            ``tconv_swap.Inputs``; a list of several of these. None: whatever comes.
-        training: also the kernels of the gradients.
-        architecture: of the GPU, such as ``"sm_90a"``, which need not be here. None: the network's GPU, or the current
-            one.
-        dtypes: of the computation, as under an autocast. None: as observed, or that of each layer's parameters.
-        memory_formats: in which images lie. None: as observed, or contiguous.
-        progress: called with what is done and how much of it.
+        inputs: the arguments of a call: a tensor, a tuple (positional arguments), a dict (keyword arguments) or
+            ``tconv_swap.Inputs``; or a list of several of these. None prepares for inputs of any size.
+        training: compiles the kernels of the gradients too.
+        architecture: of the GPU, such as ``"sm_90a"``; this machine need not have it. None: the network's GPU, or the
+            current one.
+        dtypes: the dtypes of the computation, as under an autocast. None: as observed, or that of each layer's
+            parameters.
+        memory_formats: the memory formats of the images. None: as observed, or contiguous.
+        progress: called with a description of the work, how much of it is done, and the total.
 
     Raises:
         ValueError: there is no such architecture, dtype or memory format, or none is named and there is no GPU.
@@ -115,8 +118,8 @@ def prepare(
     _check("memory_formats", memory_formats, FORMATS)
     begin = time.monotonic()
     device, index = _gpu(model, architecture)
-    tell: Progress = progress or (lambda what, done, total: None)
-    tell("planning", None, None)
+    report_progress: Progress = progress or (lambda what, done, total: None)
+    report_progress("planning", None, None)
     if inputs is None:
         called, blocks = list(_usual_calls(model)), list(_usual_blocks(model))
     else:
@@ -124,14 +127,16 @@ def prepare(
     variants = [one for each in called for one in _variants(each, dtypes, memory_formats)]
     stages = dict.fromkeys(stage for one in variants for stage in _stages(one, training))
     plans = [made for stage in stages for made in _plans(stage, device, index)]
-    plans += [made for one in variants for made in _casts(one, training)]
-    plans += [made for one in variants for made in _ended(one, model, device, index)]
+    plans += [made for one in variants for made in _cast_plans(one, training)]
+    plans += [made for one in variants for made in _evaluation_plans(one, model, device, index)]
     for block in blocks:
         for one in _block_variants(block, dtypes, memory_formats):
             plans += _block_plans(one, training, device)
-    done = _compiled((launch.kernel for made in plans for launch in made.launches), device.architecture, tell)
+    done = _compile(
+        (launch.kernel for made in plans for launch in made.launches), device.architecture, report_progress
+    )
     if index is not None and any(one.device.type == "cuda" for one in called):
-        tell("timing", None, None)
+        report_progress("timing", None, None)
         for stage in stages:
             if stage.backend == "auto":
                 first_use.winners(stage.problem, stage.mask, stage.has_bias, index, device, "time")
@@ -146,7 +151,7 @@ def _check(name: str, given: Sequence[Any] | None, known: Sequence[Any]) -> None
 
 
 def _gpu(model: nn.Module, architecture: str | None) -> tuple[plan.Device, int | None]:
-    """Returns what planning must know about the GPU, and its number where it is here."""
+    """Returns what planning must know about the GPU, and its index if this machine has it."""
     if architecture is not None:
         return plan.Device(architecture, *DEVICES[architecture]), None
     if not torch.cuda.is_available():
@@ -156,10 +161,10 @@ def _gpu(model: nn.Module, architecture: str | None) -> tuple[plan.Device, int |
     return call.device_facts(index), index
 
 
-# What is called
+# The calls to prepare for.
 
 
-def _observed(model: nn.Module, inputs: Any) -> tuple[list[Called], list[Recorded]]:
+def _observed(model: nn.Module, inputs: Any) -> tuple[list[OperatorCall], list[Recorded]]:
     """Returns the calls of layers and of blocks."""
     called, blocks = [], []
     for given in inputs if isinstance(inputs, list) else [inputs]:
@@ -169,17 +174,17 @@ def _observed(model: nn.Module, inputs: Any) -> tuple[list[Called], list[Recorde
     return called, blocks
 
 
-def _usual_calls(model: nn.Module) -> Iterator[Called]:
-    """Yields, for each layer that ours may compute, a call of each of the sizes that stand for all."""
+def _usual_calls(model: nn.Module) -> Iterator[OperatorCall]:
+    """Yields, for each layer that our kernels may compute, a call of each representative size."""
     for name, layer in model.named_modules():
         given: Any = layer
         if not isinstance(layer, LayerState) or given.padding_mode != "zeros":
             continue
         parameters = dict(layer.named_parameters())
         dtype = next((one.dtype for one in parameters.values()), torch.get_default_dtype())
-        in_rows = isinstance(layer, ConvTranspose1d)
+        is_1d = isinstance(layer, ConvTranspose1d)
         kernel, stride, padding, output_padding, dilation = (
-            (first, *sizes) if in_rows else sizes
+            (first, *sizes) if is_1d else sizes
             for first, sizes in (
                 (1, given.kernel_size),
                 (1, given.stride),
@@ -189,20 +194,20 @@ def _usual_calls(model: nn.Module) -> Iterator[Called]:
             )
         )
         weight = _empty((given.in_channels, given.out_channels // given.groups, *kernel), dtype)
-        # Of a parametrized layer they have other names, and are not read: that might compute them.
+        # The parameters of a parametrized layer have other names. They are not read, which might compute them.
         has_bias = any("bias" in name.split(".") for name in parameters)
         bias = _empty((given.out_channels,), dtype) if has_bias else None
-        for batch, *image in (*(SIZES_OF_ONE_ROW if in_rows else SIZES), *ONE_PIXEL):
+        for batch, *image in (*(SIZES_OF_ONE_ROW if is_1d else SIZES), *ONE_PIXEL):
             input = _empty((batch, given.in_channels, *image), dtype)
             operands = (input, weight, bias, stride, padding, output_padding, given.groups, dilation)
-            one = Called(layer, name, tuple(input.shape), input.device, operands, dtype)
-            with suppress(RuntimeError):  # an output without a pixel
+            one = OperatorCall(layer, name, tuple(input.shape), input.device, operands, dtype)
+            with suppress(RuntimeError):  # the output would have no pixel
                 one.problem()
                 yield one
 
 
 def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:
-    """Yields, for each norm that our kernels compute, a call of each of the sizes that stand for all."""
+    """Yields, for each norm that our kernels compute, a call of each representative size."""
     kinds = {type(module) for module in model.modules()}
     if not any(issubclass(kind, (Blocks, *NORM_CLASSES.values())) for kind in kinds):
         return
@@ -226,9 +231,9 @@ def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:
         )
         parameters = [form_of(one) for one in (norm.weight, norm.bias, *buffers)]
         dtype = torch.float32 if norm.weight is None else norm.weight.dtype
-        in_rows = isinstance(norm, nn.BatchNorm1d | nn.InstanceNorm1d)
-        for batch, *image in SIZES_OF_ONE_ROW if in_rows else SIZES:
-            x = _empty((batch, norm.num_features, *image[in_rows:]), dtype)
+        is_1d = isinstance(norm, nn.BatchNorm1d | nn.InstanceNorm1d)
+        for batch, *image in SIZES_OF_ONE_ROW if is_1d else SIZES:
+            x = _empty((batch, norm.num_features, *image[is_1d:]), dtype)
             added = x if "sum" in block.kind.split(" + ") else None
             yield Recorded((x, *parameters, added), form)
 
@@ -239,23 +244,23 @@ def _empty(
     return torch.empty(tuple(shape), dtype=dtype, device="meta", memory_format=memory_format)
 
 
-def _relaid(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
+def _in_format(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
     if tensor is None or tensor.dim() != 4 or memory_format is None:
         return tensor
     return _empty(tensor.shape, tensor.dtype, memory_format)
 
 
 def _variants(
-    called: Called,
+    called: OperatorCall,
     dtypes: Sequence[torch.dtype] | None,
     memory_formats: Sequence[torch.memory_format] | None,
-) -> Iterator[Called]:
+) -> Iterator[OperatorCall]:
     """Yields the same call in other dtypes and layouts."""
     for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
-        # PyTorch makes a signal contiguous.
-        lies = None if isinstance(called.layer, ConvTranspose1d) else memory_format
+        # PyTorch makes the input of a 1-D layer contiguous.
+        target_format = None if isinstance(called.layer, ConvTranspose1d) else memory_format
         input, weight, bias, *arguments = called.operands
-        tensors = (_relaid(form_of(one, dtype), lies) for one in (input, weight, bias))
+        tensors = (_in_format(form_of(one, dtype), target_format) for one in (input, weight, bias))
         yield called._replace(operands=(*tensors, *arguments))
 
 
@@ -264,18 +269,18 @@ def _block_variants(
     dtypes: Sequence[torch.dtype] | None,
     memory_formats: Sequence[torch.memory_format] | None,
 ) -> Iterator[Recorded]:
-    """The same: of a norm, an autocast casts no parameter."""
+    """Yields the same call of a block in other dtypes and layouts; an autocast casts no parameter of a norm."""
     x, *parameters, added = block.tensors
     for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
-        first, last = (_relaid(form_of(one, dtype), memory_format) for one in (x, added))
+        first, last = (_in_format(form_of(one, dtype), memory_format) for one in (x, added))
         yield Recorded((first, *parameters, last), block.form)
 
 
-# What computes it
+# What computes the calls.
 
 
 class _Stage(NamedTuple):
-    """A forward pass, of an empty ``mask``, or gradients."""
+    """A forward pass (``mask`` is empty) or gradients."""
 
     problem: plan.Problem
     mask: Mask
@@ -283,7 +288,7 @@ class _Stage(NamedTuple):
     backend: str
 
 
-def _stages(called: Called, training: bool) -> Iterator[_Stage]:
+def _stages(called: OperatorCall, training: bool) -> Iterator[_Stage]:
     problem, backend = called.problem_on_gpu(), called.layer.tconv_backend
     if problem.dtype not in SUPPORTED_DTYPES:
         return
@@ -295,7 +300,7 @@ def _stages(called: Called, training: bool) -> Iterator[_Stage]:
 
 
 def _plans(stage: _Stage, device: plan.Device, index: int | None) -> Iterator[Plan]:
-    """Yields what computes a stage and, where nothing was measured, what a first use times."""
+    """Yields the plans that compute a stage and, where nothing was measured, the candidates that a first use times."""
     for step in steps_of(*stage[:3], device, stage.backend, index):
         if step.plan is not None:
             yield step.plan
@@ -306,8 +311,10 @@ def _plans(stage: _Stage, device: plan.Device, index: int | None) -> Iterator[Pl
             )
 
 
-def _ended(called: Called, model: nn.Module, device: plan.Device, index: int | None) -> Iterator[Plan]:
-    """Yields what computes a layer with the norm and the activation behind it, in evaluation."""
+def _evaluation_plans(
+    called: OperatorCall, model: nn.Module, device: plan.Device, index: int | None
+) -> Iterator[Plan]:
+    """Yields the plans that compute a layer with the norm and the activation behind it, in evaluation."""
     input, weight, bias, *geometry = called.operands
     for layer, norm, activation in evaluated_together(model):
         applied = activation_of(activation)
@@ -322,13 +329,13 @@ def _ended(called: Called, model: nn.Module, device: plan.Device, index: int | N
             continue
         for stage in _stages(called, training=False):
             for made in _plans(stage, device, index):
-                ended = with_epilogue(made, epilogue)
-                if ended is not None:
-                    yield ended
+                fused = with_epilogue(made, epilogue)
+                if fused is not None:
+                    yield fused
 
 
-def _casts(called: Called, training: bool) -> Iterator[Plan]:
-    """Yields what casts the parameters under an autocast, and their gradients back."""
+def _cast_plans(called: OperatorCall, training: bool) -> Iterator[Plan]:
+    """Yields the plans that cast the parameters under an autocast, and their gradients back."""
     weight, given = called.operands[1], called.parameters
     ways = [(given, weight.dtype), (weight.dtype, given)][: 1 + training]
     for source, target in ways if weight.dtype != given else ():
@@ -350,11 +357,11 @@ def _block_plans(block: Recorded, training: bool, device: plan.Device) -> Iterat
         yield backward
 
 
-def _compiled(kernels: Iterable[Kernel], architecture: str, tell: Progress) -> jit.Compiled:
-    """Compiles the kernels and builds the launcher meanwhile.
+def _compile(kernels: Iterable[Kernel], architecture: str, report_progress: Progress) -> jit.Compiled:
+    """Compiles the kernels and meanwhile builds the launcher.
 
     Raises:
-        BuildError, CompileError, NvrtcMissingError: one of them cannot be built; the others are.
+        BuildError, CompileError, NvrtcMissingError: one of them cannot be built; the others have been built.
     """
     wanted = list(dict.fromkeys(kernels))
     if not wanted:
@@ -362,10 +369,10 @@ def _compiled(kernels: Iterable[Kernel], architecture: str, tell: Progress) -> j
     with ThreadPoolExecutor(1) as pool:
         building = pool.submit(host.build)
         done = jit.compile_all(
-            wanted, architecture, lambda count, total: tell("compiling kernels", count, total)
+            wanted, architecture, lambda count, total: report_progress("compiling kernels", count, total)
         )
         if not building.done() and not host.is_built():
-            tell("building the launcher", None, None)
+            report_progress("building the launcher", None, None)
         building.result()
     if done.failures:
         raise done.failures[0]

@@ -18,14 +18,13 @@ from tconv_swap.module_state import ModuleState, unique_tensors
 def preserved(*models: nn.Module) -> Iterator[None]:
     """Restores the networks after the block, whatever it does to them and also if it raises.
 
-    Covers parameters and buffers (the same objects with the same values in the same memory, so that a loss
-    computed before can still be differentiated), what is computed from them and kept as an attribute
-    (`weight` of `torch.nn.utils.weight_norm`; the same objects), which layers are frozen
-    (`tconv_swap.freeze`), gradients, `requires_grad`, training flags, and the random state of Python, of
-    PyTorch's CPU generator and of that of every GPU the networks lie on. Inside, every gradient starts as
-    None, so that gradients a user has accumulated are neither added to nor freed. Costs one copy of all
-    parameters and buffers: on their own device, or on the CPU where they would take more than half of what a
-    GPU has left.
+    Covers parameters and buffers (the same objects with the same values in the same memory, so that a loss computed
+    before can still be differentiated), tensors that are computed from them and kept as attributes (`weight` of
+    `torch.nn.utils.weight_norm`; the same objects), the frozen layers (`tconv_swap.freeze`), gradients,
+    `requires_grad`, training flags, and the random state of Python, of PyTorch's CPU generator and of the generator of
+    every GPU that the networks use. Inside, every gradient starts as None, so that gradients of the user are neither
+    added to nor freed. Costs one copy of all parameters and buffers, on their own device; on the CPU if they would take
+    more than half of the GPU's free memory.
 
     Not covered: uninitialised (lazy) parameters, and all other attributes that are neither parameters nor
     buffers.
@@ -51,7 +50,7 @@ def preserved(*models: nn.Module) -> Iterator[None]:
             for module, training in flags:
                 module.training = training
             for tensor, requires_grad, gradient in gradients:
-                # Tensors made in inference mode refuse even what changes nothing.
+                # Tensors made in inference mode raise even if nothing changes.
                 if tensor.requires_grad != requires_grad:
                     tensor.requires_grad_(requires_grad)
                 tensor.grad = gradient

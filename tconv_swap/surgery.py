@@ -1,7 +1,7 @@
 """Plans which layers of a network are swapped, swaps them, and undoes it.
 
-A swap gives a layer another class and touches nothing else (see ``layer``). Everything is decided before the
-first layer is touched, and what is then done cannot fail half-way.
+A swap gives a layer another class and changes nothing else (see ``layer``). All decisions are made before the first
+layer is changed, and the changes themselves cannot fail half-way.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tconv_swap.blocks.modules import original_class as before_fusing
 from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
+from tconv_swap.layer_description import count_parameters, describe_layer
 from tconv_swap.layer_state import LayerState
-from tconv_swap.layer_words import count_parameters, described
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
-_LIKE_OURS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED_NAMES = tuple(cls.__name__ for cls in _TRANSPOSED)
 
 
 class SwapWarning(UserWarning):
@@ -42,13 +42,13 @@ class LayerPlan:
     """What happens to one transposed convolution of a network, and why.
 
     Attributes:
-        names: its dotted names in the network, several where it is shared; the network itself is ``""``.
+        names: its dotted names in the network, several if it is shared; the name of the network itself is ``""``.
         kind: the name of its class (before any parametrization).
-        geometry: channels and arguments in short, such as ``"128->64 k4 s2 p1 bias"``; arguments at their
-            default are left out.
-        parameters: the number of numbers in its parameters.
+        geometry: channels and arguments in short form, such as ``"128->64 k4 s2 p1 bias"``; arguments at their default
+            are left out.
+        parameters: the number of elements of its parameters.
         swap: whether it is one of our layers after the swap.
-        reason: why it is not swapped; ``""`` where it is.
+        reason: why it is not swapped; ``""`` if it is.
         already: whether it is one of our layers before the swap.
     """
 
@@ -61,7 +61,7 @@ class LayerPlan:
     already: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write."""
+        """Returns the same as plain values that ``json`` can write."""
         return {**vars(self), "names": list(self.names)}
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What ``swap_layers`` does to a network; its ``str`` says it in lines.
+    """What ``swap_layers`` does to a network; its ``str`` is a few lines.
 
     Attributes:
         layers: every transposed convolution found, in the order of ``named_modules``.
         unused_patterns: the include and exclude patterns that match none of them.
-        blocks: with ``fuse``, every normalisation that it is about.
+        blocks: with ``fuse``, every normalisation that it concerns.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -86,16 +86,16 @@ class SwapPlan:
 
     @property
     def swapped(self) -> tuple[LayerPlan, ...]:
-        """The layers that are ours after the swap, those that were so before it included."""
+        """Returns the layers that are ours after the swap, including those that were ours before."""
         return tuple(layer for layer in self.layers if layer.swap)
 
     @property
     def skipped(self) -> tuple[LayerPlan, ...]:
-        """The layers that are left as they are, each with its reason."""
+        """Returns the layers that stay as they are, each with its reason."""
         return tuple(layer for layer in self.layers if not layer.swap)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write."""
+        """Returns the same as plain values that ``json`` can write."""
         return {
             "layers": [layer.to_dict() for layer in self.layers],
             "unused_patterns": list(self.unused_patterns),
@@ -131,32 +131,33 @@ def plan_swap(
     fuse: Fuse = None,
     leave_blocks: Collection[str] = (),
 ) -> SwapPlan:
-    """Says what ``swap_layers`` would do with the same arguments; changes nothing.
+    """Returns what ``swap_layers`` would do with the same arguments; changes nothing.
 
     Args:
         model: the network; may itself be the layer.
-        include: patterns, at least one of which a layer's name has to match; None includes every layer. A
-            pattern is compared with the dotted name component by component: ``*``, ``?`` and ``[...]`` stand
-            for characters within one component, a component ``**`` for any number of components, none
-            included. So ``decoder.*`` matches ``decoder.up`` but not ``decoder.up.0``, ``decoder.**`` both.
-            A single string is one pattern. A shared layer is matched by any of its names.
+        include: patterns, at least one of which a layer's name has to match; None includes every layer. A pattern is
+            compared with the dotted name component by component: ``*``, ``?`` and ``[...]`` match characters within one
+            component, and a component ``**`` matches any number of components, also none. So ``decoder.*`` matches
+            ``decoder.up`` but not ``decoder.up.0``; ``decoder.**`` matches both. A single string is one pattern. A
+            shared layer matches by any of its names.
         exclude: patterns, none of which may match any of a layer's names.
-        filter_fn: called with a module and each of its names for every layer that could be swapped and that
-            the patterns let through, until it returns true; it is left where it never does. A subclass with
-            a ``forward`` of its own is swapped only where a filter_fn insists: its ``forward`` stays, and
-            what that reaches by ``super().forward`` becomes ours.
+        filter_fn: called with a module and each of its names, until it returns true, for every layer that could be
+            swapped and that the patterns include; a layer for which it never returns true stays as it is. A subclass
+            that defines a ``forward`` is swapped only if a filter_fn returns true for it: its ``forward`` stays, and
+            what it calls as ``super().forward`` becomes ours.
         include_1d: swap ``nn.ConvTranspose1d`` too, as a 2-D problem of height 1.
-        fuse: what is computed by one kernel on CUDA. ``"blocks"``: a norm behind a swapped layer (``nn.BatchNorm2d``,
+        fuse: what one kernel computes on CUDA. ``"blocks"``: a norm behind a swapped layer (``nn.BatchNorm2d``,
             ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU, LeakyReLU, ReLU6, Tanh,
             Sigmoid, SiLU, GELU), in an ``nn.Sequential`` or in a ``forward`` that proves what reads the norm's output.
-            ``"all"``: these norms anywhere, with the activation, or a sum and then ReLU, Tanh or Sigmoid, behind them
-            where that is known. None: nothing. ``include``, ``exclude`` and ``filter_fn`` are about the layers.
+            ``"all"``: these norms anywhere in the network, with the activation behind them, or with a sum and then
+            ReLU, Tanh or Sigmoid, where it is known what follows. None: nothing. ``include``, ``exclude`` and
+            ``filter_fn`` concern the layers only.
         leave_blocks: dotted names of norms that ``fuse`` leaves as they are; a mapping gives the reason that the
             plan then has.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
-        ValueError: ``fuse`` is something else, or ``leave_blocks`` names something else than a norm.
+        ValueError: ``fuse`` has another value, or ``leave_blocks`` names a module that is not a norm.
     """
     return _plan(model, include, exclude, filter_fn, include_1d, fuse, leave_blocks)[0]
 
@@ -175,27 +176,27 @@ def swap_layers(
 ) -> nn.Module:
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
 
-    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``. With ``fuse``, norms and
-    the activations behind them are computed as one: by other classes of the modules that they are in, and where need
-    be of themselves, which look at every call whether they still can be.
+    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``. With ``fuse``, norms and the
+    activations behind them are computed as one: the modules that contain them get other classes, and where necessary
+    they themselves; at every call these check whether they still can be computed as one.
 
-    Parameters, buffers, hooks, names, attributes and modes stay the very same objects; so optimizers, tied
-    weights and references to a layer go on working. Layers that are ours already stay so. ``plan_swap`` tells
-    which layers are left, and why.
+    Parameters, buffers, hooks, names, attributes and modes stay the same objects, so optimizers, tied weights and
+    references to a layer stay valid. Layers that are ours already stay so. ``plan_swap`` says which layers are left,
+    and why.
 
     Args:
         model, include, exclude, filter_fn, include_1d, fuse, leave_blocks: as in ``plan_swap``.
         backend: what computes the layers that are ours after the swap: ``"auto"``, ``"rules"``, ``"kernel"`` or
-            ``"native"`` (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where
-            newly swapped.
+            ``"native"`` (see ``tconv_swap.conv_transpose2d``). None leaves the backend of each: ``"auto"`` for those
+            that are newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
 
     Returns:
         ``model``, or the copy.
 
     Raises:
-        TypeError: as in ``plan_swap``. Whatever is raised, ``model`` is as it was.
-        ValueError: there is no such backend, ``fuse``, or norm of ``leave_blocks``.
+        TypeError: as in ``plan_swap``. If anything is raised, ``model`` is unchanged.
+        ValueError: there is no such backend or ``fuse``, or ``leave_blocks`` names a module that is not a norm.
 
     Warns:
         SwapWarning: nothing to swap, or a pattern matches no layer.
@@ -221,10 +222,10 @@ def swap_layers(
 
 
 def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
-    """Undoes ``swap_layers``: every layer of ours becomes what it was, all else stays as it is.
+    """Undoes ``swap_layers``: every layer of ours becomes what it was, and all else stays as it is.
 
-    A ``tconv_swap.ConvTranspose2d`` built as such becomes an ``nn.ConvTranspose2d`` (1d likewise); a class
-    that somebody derived from ours has no original and is left. A layer whose ``forward`` was replaced on the
+    A ``tconv_swap.ConvTranspose2d`` that was constructed as such becomes an ``nn.ConvTranspose2d`` (1-D likewise). A
+    class that a user derived from ours has no original and stays. A layer whose ``forward`` was replaced on the
     instance stays ours, with a ``SwapWarning``; so does one that was sharded after it was parametrized.
 
     Args:
@@ -256,7 +257,7 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
 
 
 def _why_kept(layer: nn.Module) -> str:
-    """Returns why ``layer`` cannot go back to its class, or ``""``."""
+    """Returns why ``layer`` cannot get its original class back, or ``""``."""
     if "forward" in vars(layer):
         return "its forward was replaced on the instance, and may hold on to ours"
     if not issubclass(type_before_parametrizations(layer), nn.Module):
@@ -291,7 +292,7 @@ def _plan(
             LayerPlan(
                 names=names,
                 kind=_kind(module),
-                geometry=described(module),
+                geometry=describe_layer(module),
                 parameters=count_parameters(module),
                 swap=not reason,
                 reason=reason,
@@ -315,21 +316,21 @@ def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[st
     """Returns every module that is a transposed convolution of any kind, once, with all its names."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _LIKE_OURS) or _is_quantized(module) or _is_scripted(module):
+        if isinstance(module, _TRANSPOSED) or _is_quantized(module) or _is_scripted(module):
             found.setdefault(id(module), (module, []))[1].append(name)
     return [(module, tuple(names)) for module, names in found.values()]
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    # Compared by name: importing torch.ao is slow, and PyTorch is going to remove it.
+    # The check is by name: importing torch.ao is slow, and PyTorch is going to remove it.
     return any(
-        cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _LIKE_OURS_NAMES
+        cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _TRANSPOSED_NAMES
         for cls in type(module).__mro__
     )
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and _kind(module) in _LIKE_OURS_NAMES
+    return isinstance(module, torch.jit.ScriptModule) and _kind(module) in _TRANSPOSED_NAMES
 
 
 def _why_unfit(module: nn.Module, include_1d: bool) -> str:
@@ -342,7 +343,7 @@ def _why_unfit(module: nn.Module, include_1d: bool) -> str:
     if isinstance(module, nn.ConvTranspose3d):
         return "3-D; only 2-D layers are swapped"
     if isinstance(module, nn.ConvTranspose1d) and not include_1d:
-        return "1-D; only 2-D layers are swapped unless include_1d (--include-1d) asks for it"
+        return "1-D; only 2-D layers are swapped without include_1d (--include-1d)"
     if isinstance(module, LazyModuleMixin):
         return "lazy and not initialised; run the model once, then swap"
     if "forward" in vars(module):
@@ -356,7 +357,7 @@ def _why_unfit(module: nn.Module, include_1d: bool) -> str:
         return f"unsupported dtype {', '.join(unsupported)}"
     try:
         swapped_class(type_before_parametrizations(module))
-    except Exception as error:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+    except Exception as error:  # the __init_subclass__ or metaclass of a user's class may raise anything
         return f"{kind} cannot be subclassed ({error})"
     return ""
 

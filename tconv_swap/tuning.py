@@ -32,7 +32,7 @@ MARGIN = 1.03
 BUDGET_S = 0.5
 PYTORCH = "PyTorch's operator"
 #: A candidate is wrong beyond this relative L2 distance from PyTorch's result, which is far above rounding.
-WRONG = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
+MAX_ERROR = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Candidate:
     """One way to compute a problem.
 
     Attributes:
-        family: of the kernels; ``"native"``: PyTorch's operator.
+        family: the family of the kernels; ``"native"``: PyTorch's operator.
         what: its tiles, and why it is a candidate.
         microseconds: the median from a cold L2 cache; None where it did not run or was wrong.
         failure: one line that says why it did not run or was wrong; else ``""``.
@@ -54,10 +54,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TunedProblem:
-    """One problem, what was measured for it, and what is used from now on.
+    """One problem, its measurements, and what is used from now on.
 
     Attributes:
-        problem: stage, shapes, arguments, dtype and layout in words.
+        problem: a description of stage, shapes, arguments, dtype and layout.
         candidates: in the order in which they were tried, the default choice first.
         chosen: the index of the candidate that ``backend="auto"`` uses from now on.
     """
@@ -79,8 +79,8 @@ class TunedProblem:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.problem}: {_times(self.speedup_over_default)} over the default choice, "
-            f"{_times(self.speedup_over_pytorch)} over PyTorch"
+            f"{self.problem}: {_speedup_text(self.speedup_over_default)} over the default choice, "
+            f"{_speedup_text(self.speedup_over_pytorch)} over PyTorch"
         ]
         for index, candidate in enumerate(self.candidates):
             time = candidate.failure or f"{candidate.microseconds:8.1f} us"
@@ -91,7 +91,7 @@ class TunedProblem:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What ``tune`` measured; its ``str`` says it in lines.
+    """The measurements of ``tune``; its ``str`` is a few lines.
 
     Attributes:
         device: the GPU's name, or ``"cpu"``.
@@ -106,12 +106,12 @@ class TuneReport:
     not_kept: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write; a speedup is None where it is not known."""
+        """Returns the same as plain values that ``json`` can write; a speedup is None where it is not known."""
         problems = [
             {
                 **asdict(problem),
-                "speedup_over_default": _known(problem.speedup_over_default),
-                "speedup_over_pytorch": _known(problem.speedup_over_pytorch),
+                "speedup_over_default": _or_none(problem.speedup_over_default),
+                "speedup_over_pytorch": _or_none(problem.speedup_over_pytorch),
             }
             for problem in self.problems
         ]
@@ -138,24 +138,25 @@ def tune(
     candidates: int = choice.CANDIDATES,
     budget_s: float = BUDGET_S,
 ) -> TuneReport:
-    """Measure the candidates, PyTorch's operator among them, for every problem that the swapped layers of a network
-    meet on a GPU, and keep the winner of each at once. From then on ``backend="auto"`` uses them, in later processes
-    too, and ``backend="kernel"`` the fastest of ours. The network is run once and is afterwards as it was.
+    """Measures the candidates, including PyTorch's operator, for every problem that the swapped layers of a network
+    compute on a GPU, and keeps the winner of each at once. From then on ``backend="auto"`` uses the winners, also in
+    later processes, and ``backend="kernel"`` the fastest of our candidates. The network is run once; its state is
+    restored.
 
     PyTorch's operator is measured with ``torch.backends.cudnn.benchmark`` on, at its best. Where the winners cannot be
     written, a warning and the report say so.
 
     Args:
-        model: a network with swapped layers, on the GPU, in the mode and layout it is to run in. Under autocast
-            where ``tune`` is called under it.
-        inputs: what it is called with: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
+        model: a network with swapped layers, on the GPU, in the mode and layout in which it will run. Call ``tune``
+            under the autocast under which it will run.
+        inputs: the arguments of the call: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
             or ``tconv_swap.Inputs``.
-        backward: tune the gradients too. None: where a parameter or an input requires one.
-        candidates: how many plans of ours are measured for a problem, from 1 to 8.
-        budget_s: seconds of measuring for each problem, without compilation.
+        backward: tunes the gradients too. None: if a parameter or an input requires one.
+        candidates: how many of our plans are measured for a problem, from 1 to 8.
+        budget_s: the seconds of measuring for each problem, without compilation.
 
     Returns:
-        What was tried and chosen. Empty on the CPU, where there is nothing to tune.
+        The candidates and the choice for each problem. Empty on the CPU, where there is nothing to tune.
 
     Raises:
         ValueError: ``candidates`` or ``budget_s`` is out of range.
@@ -183,12 +184,12 @@ def tune(
                 continue
             try:
                 paths[str(tuned.keep(one.device, {problem.problem: winner}))] = None
-            except OSError as error:  # the report is worth having all the same
+            except OSError as error:  # the report is useful even if the winners cannot be kept
                 not_kept = f"{tuned.path_for(tuned.machine(one.device))}: {error.strerror or error}"
     finally:
         call.forget()
     if not_kept:
-        logger.warning("what was tuned is not kept: %s", not_kept)
+        logger.warning("the winners of the tuning are not kept: %s", not_kept)
     device = torch.device("cuda", posed[0].device)
     return TuneReport(_name(device), tuple(problems), ", ".join(paths) or None, not_kept)
 
@@ -200,7 +201,7 @@ def _name(device: torch.device) -> str:
 def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[CallKind]:
     """Returns every distinct problem; the gradients are split into groups that are decided together."""
     call.forget()
-    with preserved(model), call.recording() as asked:
+    with preserved(model), call.recording() as recorded:
         if backward:
             with torch.enable_grad():
                 sum_of_squares(arguments.map(_leaf)(model)).backward()
@@ -208,7 +209,7 @@ def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[CallKi
             with torch.no_grad():
                 arguments.map(Tensor.detach)(model)
     found: dict[CallKind, None] = {}
-    for one in asked:
+    for one in recorded:
         for mask in backward_units(one.mask) if one.mask else [one.mask]:
             if one.problem.geometry.batch > 0:
                 found[one._replace(mask=mask)] = None
@@ -231,10 +232,10 @@ def measure_problem(posed: CallKind, count: int, budget_s: float) -> tuple[Tuned
     else:
         plans = plan.forward_candidates(problem, has_bias, facts, count)
         default = choice.choose_forward(problem, has_bias, facts, "auto")
-    # What does not compile is said by loading its plan.
+    # A kernel that does not compile fails again when its plan is loaded, which reports it.
     jit.compile_all((one.kernel for made in plans for one in made.launches), facts.architecture)
     tensors = _tensors(posed, device)
-    runs, failures = _that_run(posed, plans, tensors, facts.architecture)
+    runs, failures = _runnable(posed, plans, tensors, facts.architecture)
     times: dict[int, float] = {}
     if runs:
         timings = time_interleaved(
@@ -260,7 +261,7 @@ def measure_problem(posed: CallKind, count: int, budget_s: float) -> tuple[Tuned
     return report, tuned.Winner(fastest == len(plans), "" if ours is None else plans[ours].digest, why)
 
 
-def _that_run(
+def _runnable(
     posed: CallKind, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
 ) -> tuple[dict[int, Callable[[], list[Tensor]]], dict[int, str]]:
     """Returns the candidates that compute the problem, by number, and why the others do not. PyTorch's operator
@@ -289,7 +290,7 @@ def _that_run(
 
 
 def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
-    """Returns the first in ``order`` that is as fast as the fastest, up to noise."""
+    """Returns the first in ``order`` that is as fast as the fastest, within noise."""
     limit = MARGIN * min(times.values())
     return next(n for n in order if n in times and times[n] <= limit)
 
@@ -298,7 +299,7 @@ def _tensors(posed: CallKind, device: torch.device) -> tuple[Tensor, Tensor, Ten
     """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
     problem, mask, has_bias, _ = posed
     geometry = problem.geometry
-    # The user's random numbers stay what they would have been.
+    # The user's random state does not change.
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], channels_last: bool) -> Tensor:
@@ -330,7 +331,7 @@ def _wrong(found: list[Tensor], truth: list[Tensor], posed: CallKind) -> str:
     """Returns how far a result is from the right one if it is too far, else ``""``: a wrong candidate must not be
     chosen."""
     dtype = str(posed.problem.dtype).removeprefix("torch.")
-    allowed = WRONG["tf32" if posed.problem.precision == "tf32" else dtype]
+    allowed = MAX_ERROR["tf32" if posed.problem.precision == "tf32" else dtype]
     for ours, theirs in zip(found, truth, strict=True):
         distance = float((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30))
         if not distance <= allowed:
@@ -341,7 +342,7 @@ def _wrong(found: list[Tensor], truth: list[Tensor], posed: CallKind) -> str:
 def _timed(
     problem: plan.Problem, mask: choice.Mask, has_bias: bool, index: int, count: int, budget_s: float
 ) -> first_use.Timed | None:
-    """Measures as ``tune`` does, but PyTorch's operator as the user's switches have it."""
+    """Measures as ``tune`` does, but PyTorch's operator with the user's switches."""
     report, winner = measure_problem(CallKind(problem, mask, has_bias, index), count, budget_s)
     if winner is None:
         return None
@@ -362,9 +363,9 @@ def _ratio(slower: Candidate, faster: Candidate) -> float:
     return slower.microseconds / faster.microseconds
 
 
-def _known(ratio: float) -> float | None:
+def _or_none(ratio: float) -> float | None:
     return None if math.isnan(ratio) else ratio
 
 
-def _times(ratio: float) -> str:
+def _speedup_text(ratio: float) -> str:
     return "unknown" if math.isnan(ratio) else f"{ratio:.2f}x"

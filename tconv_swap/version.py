@@ -1,3 +1,3 @@
-"""The version of this package; its build reads it here."""
+"""Holds the version of this package; the build reads it here."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Shared test set-up: GPU tests say why they are skipped where there is no GPU."""
+"""Shared test set-up: GPU tests say why they are skipped on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 
-#: Files whose last tests read what the first have saved.
+#: Files whose last tests read what the first ones have saved.
 TOGETHER = ("test_foreign.py",)
 
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-architectures",
         action="store_true",
-        help="Compile every planned kernel for every architecture that is named, not one of each for four of them.",
+        help="Compile every planned kernel for every architecture, not one of each variant for four.",
     )
     parser.addoption(
         "--soak-calls",
@@ -35,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `pytest -n`, processes share the cores: torch takes its part in each, two threads at least, which wait
-    asleep."""
+    """With `pytest -n`, processes share the cores: torch gets a share of them in each, at least two threads, which
+    sleep while they wait."""
     processes = config.getoption("numprocesses", None)
     if processes:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 1) // processes)))
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n`, a process takes the next test, or all of a file in TOGETHER."""
+    """With `pytest -n`, a process takes the next test; the tests of a file in TOGETHER stay in one process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -67,15 +67,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def _imports_are_not_searched() -> None:
-    """A collection of garbage takes a second where torch's compilers are imported, and the tests ask for thousands:
-    what is alive before a file's tests is left out of them."""
+    """A garbage collection takes a second when torch's compilers are imported, and the tests need thousands of them.
+    Objects that are alive before a file's tests are therefore excluded."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def plans_anew() -> Iterator[None]:
-    """For tests that change who makes a plan: plans are remembered."""
+    """Clears remembered plans, for tests that change who makes a plan."""
     remembered = (
         plan.plan_backward,
         grad_input_implicit_gemm.plan_grad_input,
@@ -90,5 +90,5 @@ def plans_anew() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that is run in this process lets its working directory be imported, while the process lives."""
+    """Restores the search path: a command that runs in this process adds its working directory."""
     monkeypatch.setattr(sys, "path", [*sys.path])

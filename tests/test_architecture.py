@@ -1,4 +1,4 @@
-"""The package is built in rooms, one above the other, and knows no hidden state: both are read from its source."""
+"""Reads from the source that the package consists of layers, one above the other, and that no state is hidden."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import tconv_swap
 
 PACKAGE = Path(tconv_swap.__file__).parent
 
-#: From below to above: a module imports from its own room and from those before it. A name is a module or a folder.
-ROOMS = (
-    ("foundations", "version interruption memory bits patterns leaf layer_words dispatch geometry checks"),
+#: From below to above: a module imports from its own layer and from those before it. A name is a module or a folder.
+LAYERS = (
+    (
+        "foundations",
+        "version interruption memory bits patterns leaf layer_description dispatch geometry checks",
+    ),
     ("runtime", "runtime"),
     ("kernels", "kernels"),
     ("cuda", "cuda"),
@@ -30,7 +33,7 @@ ROOMS = (
     ("library", "__init__"),
     ("command line", "cli __main__"),
 )
-#: Of the command line, from below to above. An `__init__` stands above the rest of its folder.
+#: The files of the command line, from below to above. An `__init__` stands above the rest of its folder.
 CLI = [
     "console",
     "invocation",
@@ -45,37 +48,40 @@ CLI = [
     "network_file",
     "demo_network",
     "diagnosis",
+    "networks",
+    "network_inputs",
     "workflow",
     "suite_run",
     "outcome",
+    "cached_result",
     "commands",
     "application",
     "__init__",
 ]
 
-#: What is kept in a module's own variables, and why it is there: everything else is handed down.
+#: The state in modules' own variables, with the reason; all other values are passed as arguments.
 STATE = {
     "interruption._received": "signals belong to the process, and a handler gets no argument",
-    "interruption._obeyed": "the same",
+    "interruption._handled": "the same",
     "graph._library": "PyTorch's registry of operators",
     "op._library": "the same",
     "graph._bias_is_cast": "a context variable: PyTorch calls the op between, which has no argument for it",
-    "cuda.call.observers": "csrc/call.cpp asks on behalf of any thread; `recording` adds and removes",
+    "cuda.call.observers": "csrc/call.cpp calls from any thread; `recording` adds and removes",
     "cuda.call._library": "PyTorch's registry of operators",
-    "cuda.first_use.measures": "`tuning`, which stands above the kernels, hands its way of measuring down",
-    "cuda.first_use._lock": "one thread times at a time, whoever asks",
-    "cuda.first_use._untimed": "what could not be timed in this process, so that it is not tried at every size",
-    "cuda.first_use._unwritten": "winners that the disk does not take hold for the process",
-    "runtime.host._stand_ins": "what is registered until the host part is loaded, once a process",
+    "cuda.first_use.measures": "`tuning`, which is above the kernels, sets the function that measures",
+    "cuda.first_use._lock": "only one thread times at a time",
+    "cuda.first_use._untimed": "problems that could not be timed in this process, and are not tried for every size",
+    "cuda.first_use._unwritten": "winners that could not be written to disk, for the rest of the process",
+    "runtime.host._stand_ins": "the ops that are registered until the host part is loaded, once per process",
     "runtime.host._registered": "the same",
-    "runtime.launch._lock": "guards the handles, which are the process's: csrc/launch.cpp keeps the kernels",
+    "runtime.launch._lock": "guards the handles, which belong to the process: csrc/launch.cpp keeps the kernels",
     "runtime.launch._kernels": "the same",
-    "blocks.call.observers": "the verification watches blocks, which are called by the network",
+    "blocks.call.observers": "the verification observes blocks, which the network calls",
     "blocks.call.recorders": "the same, for `prepare`",
     "blocks.call.block_observers": "the same",
     "blocks.evaluation._library": "PyTorch's registry of operators",
-    "blocks.handed._proofs": "a cache: what the `forward` of each class proves",
-    "blocks.handed._running": "of each thread: PyTorch calls the modules, which have no argument for it",
+    "blocks.handed._proofs": "a cache of what the `forward` of each class proves",
+    "blocks.handed._running": "the state of each thread: PyTorch calls the modules, which have no argument for it",
     "blocks.kernels._library": "PyTorch's registry of operators",
 }
 
@@ -88,7 +94,7 @@ MODULES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for pa
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """The modules of this package that a module imports, wherever in it."""
+    """Yields the modules of this package that a module imports, anywhere in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -107,18 +113,18 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 IMPORTS = {name: sorted(set(imported(tree))) for name, tree in MODULES.items()}
-ROOM = {name: height for height, (_, names) in enumerate(ROOMS) for name in names.split()}
+LAYER_OF = {name: height for height, (_, names) in enumerate(LAYERS) for name in names.split()}
 
 
-def test_every_module_has_a_room_and_every_room_its_modules() -> None:
-    assert {name.partition(".")[0] for name in MODULES} == set(ROOM)
+def test_every_module_belongs_to_one_layer() -> None:
+    assert {name.partition(".")[0] for name in MODULES} == set(LAYER_OF)
     assert {name.split(".")[1] for name in MODULES if name.startswith("cli.")} == set(CLI)
 
 
-def test_a_module_imports_from_its_own_room_and_those_below() -> None:
+def test_a_module_imports_from_its_own_layer_and_those_below() -> None:
     for name, others in IMPORTS.items():
-        height = ROOM[name.partition(".")[0]]
-        assert not [other for other in others if ROOM[other.partition(".")[0]] > height], name
+        height = LAYER_OF[name.partition(".")[0]]
+        assert not [other for other in others if LAYER_OF[other.partition(".")[0]] > height], name
 
 
 def test_a_file_of_the_command_line_imports_those_below() -> None:
@@ -145,7 +151,8 @@ def test_no_modules_import_each_other() -> None:
 
 
 def variables(tree: ast.Module) -> Iterator[str]:
-    """What a module keeps: containers and objects in lower case, and whatever it declares `global`."""
+    """Yields the variables of a module: containers and objects in lower case, and everything that it declares
+    `global`."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -173,4 +180,4 @@ def test_no_hidden_state() -> None:
         "tomllib",
     )
     kept = {name for name in found if name.rpartition(".")[2] not in plain}
-    assert kept == set(STATE), "a reason in STATE for what is new, or another way to hand it down"
+    assert kept == set(STATE), "add a reason to STATE, or pass the value as an argument"

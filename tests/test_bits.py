@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same bits."""
+"""Tests whether two tensors are recognised as having the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_of_every_dtype_and_layout(dtype: torch.dtype) -> None:
+def test_equal_and_unequal_bits_of_every_dtype_and_layout(dtype: torch.dtype) -> None:
     x = torch.arange(24).reshape(2, 3, 2, 2).to(dtype)
     other = x.clone()
     other[1, 2, 1, 1] = 0
@@ -26,7 +26,7 @@ def test_of_every_dtype_and_layout(dtype: torch.dtype) -> None:
     assert not same_bits(x, x[:1])
 
 
-def test_numbers_that_compare_otherwise() -> None:
+def test_nan_equals_itself_and_signed_zeros_differ() -> None:
     nan, zero = torch.tensor([torch.nan]), torch.zeros(1)
     assert same_bits(nan, nan.clone())
     assert not same_bits(zero, -zero)
@@ -36,13 +36,13 @@ def test_numbers_that_compare_otherwise() -> None:
     assert not same_bits(z.conj(), z)
 
 
-def test_where_there_are_no_bits_to_look_at() -> None:
+def test_tensors_without_bits_are_not_equal() -> None:
     x = torch.empty(2, device="meta")
     assert not same_bits(x, x)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_sparse_tensors_are_what_they_are_made_of(layout: torch.layout) -> None:
+def test_sparse_tensors_are_equal_if_their_parts_are(layout: torch.layout) -> None:
     x = torch.eye(3).to_sparse(layout=layout)
     assert same_bits(x, x.clone())
     assert not same_bits(x, x * 2)

@@ -97,7 +97,7 @@ def run_before(model: nn.Module, x: Tensor, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["never run", "trained", "without gradients"])
-def test_verified_against_float64_and_left_as_they_were(case: tuple[nn.Module, Tensor], how: str) -> None:
+def test_verified_against_float64_and_restored(case: tuple[nn.Module, Tensor], how: str) -> None:
     model, x = case
     run_before(model, x, how)
     ours = swapped(model)
@@ -125,8 +125,9 @@ def test_wrong_swap_is_caught(
     assert any(check.kind == "layer_output" and not check.passed for check in report.checks)
 
 
-def test_wrong_weight_is_caught(case: tuple[nn.Module, Tensor]) -> None:
-    """Of one layer, by a hundredth: what the swapped network's hook computes counts, not what lies there."""
+def test_a_wrong_computed_weight_is_caught(case: tuple[nn.Module, Tensor]) -> None:
+    """One layer is wrong by a hundredth. The weight that the swapped network's hook computes counts, not the stored
+    one."""
     model, x = case
     ours = swapped(model)
     layer = next(m for m in ours.modules() if isinstance(m, nn.ConvTranspose1d | nn.ConvTranspose2d))
@@ -138,7 +139,7 @@ def test_wrong_weight_is_caught(case: tuple[nn.Module, Tensor]) -> None:
     assert not tconv_swap.verify(model, ours, x).passed
 
 
-def test_networks_that_could_be_copied_still_can_be(norm: Norm) -> None:
+def test_networks_that_can_be_copied_are_verified_and_copied(norm: Norm) -> None:
     model, x = image_generator(norm), torch.randn(2, 8, 3, 3)
     run_before(model, x, "without gradients")  # after which PyTorch copies all of them
     ours = swapped(model)
@@ -149,7 +150,7 @@ def test_networks_that_could_be_copied_still_can_be(norm: Norm) -> None:
         copy.deepcopy(network)
 
 
-def test_benchmark_and_explain_leave_them_as_they_were(case: tuple[nn.Module, Tensor]) -> None:
+def test_benchmark_and_explain_restore_computed_weights(case: tuple[nn.Module, Tensor]) -> None:
     model, x = case
     ours = swapped(model)
     before = held(model), held(ours)
@@ -159,7 +160,7 @@ def test_benchmark_and_explain_leave_them_as_they_were(case: tuple[nn.Module, Te
 
 
 def test_explain_sees_the_weight_that_the_hook_computes(norm: Norm) -> None:
-    """`Module.to` leaves the one that lies there as it is."""
+    """`Module.to` leaves the stored weight as it is."""
     model = swapped(nn.Sequential(norm(nn.ConvTranspose2d(8, 8, 4, 2, 1)))).to(torch.bfloat16)
     explained = tconv_swap.explain(model, torch.randn(2, 8, 4, 4).bfloat16(), architecture="sm_90a")
     assert [layer.dtype for layer in explained.layers] == ["bfloat16"]
@@ -199,8 +200,8 @@ def test_swapped_from_file_to_file(norm: Norm, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.load(target, weights_only=False).eval()(x), model(x))
 
 
-def test_weights_into_a_network_that_a_factory_builds(tmp_path: Path) -> None:
-    """No pickle has made plain numbers of its weight: PyTorch refuses to copy it."""
+def test_weights_are_loaded_into_a_network_that_a_factory_builds(tmp_path: Path) -> None:
+    """The weight has never been plain data from a pickle, so PyTorch refuses to copy it."""
     net, weights = tmp_path / "net.py", tmp_path / "weights.pt"
     net.write_text(
         "from torch import nn\n"
@@ -246,7 +247,7 @@ def test_weights_of_an_lstm(norm: Callable[..., nn.Module], how: str) -> None:
 
 
 class Cache(nn.Module):
-    """Keeps what it computed, with something that says so; and its last result, with its graph."""
+    """Keeps its result and a flag that says so, and its last output with its graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +262,7 @@ class Cache(nn.Module):
         return self.last * self.grid
 
 
-def test_other_attributes_are_left() -> None:
+def test_other_attributes_are_not_restored() -> None:
     model = Cache()
     with preserved(model):
         model(torch.randn(1, 3, 4, 4))
@@ -281,7 +282,7 @@ def test_float64_copy_computes_in_float64_where_no_hook_has_run(norm: Norm) -> N
     assert made.forward(torch.randn(1, 3, 4, 4).double()).dtype == torch.float64
 
 
-def test_memory_of_the_float64_copy_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_estimate_counts_computed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.utils.spectral_norm(nn.ConvTranspose2d(64, 64, 4))
     weight = 64 * 64 * 16 * 8
     monkeypatch.setattr("tconv_swap.verification.memory.free_bytes", lambda device: 1.5 * weight)

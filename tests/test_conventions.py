@@ -39,7 +39,7 @@ def test_every_environment_variable_is_in_the_table() -> None:
     assert len(ours) == len(set(ours))
 
 
-def test_the_table_names_the_foreign_variables_too() -> None:
+def test_the_table_names_variables_of_other_programs_too() -> None:
     read = {
         node.args[0].value
         for path in SOURCES
@@ -84,7 +84,7 @@ def test_a_warning_comes_once(
     assert "set TCONV_SWAP_CACHE" in caplog.text
 
 
-def test_importing_sets_nothing_up() -> None:
+def test_importing_adds_no_log_handlers() -> None:
     """Handlers and levels are the application's business."""
     logger = logging.getLogger("tconv_swap")
     assert logger.level == logging.NOTSET

@@ -1,4 +1,4 @@
-"""``explain``: kernels, tiles, reasons, work and bound of layers and networks, for GPUs that are not there."""
+"""``explain``: kernels, tiles, reasons, work and bounds of layers and networks, for GPUs that this machine lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _tf32():
         yield
 
 
-def test_a_layer_on_a_gpu_that_is_not_there() -> None:
+def test_a_layer_on_a_gpu_that_this_machine_does_not_have() -> None:
     (layer,) = tconv_swap.explain(DCGAN, X, architecture="sm_90a").layers
     assert (layer.name, layer.geometry, layer.device) == ("", "128->64 k4 s2 p1", "sm_90a")
     assert (layer.dtype, layer.precision, layer.layout) == ("float32", "tf32", "contiguous")
@@ -63,7 +63,7 @@ def test_every_architecture_has_a_plan(architecture: str) -> None:
     assert "GFLOP" in text
 
 
-def test_gradients_say_who_computes_them() -> None:
+def test_gradients_say_what_computes_them() -> None:
     explained = tconv_swap.explain(DCGAN, X, architecture="sm_75")
     forward, backward = explained.layers[0].stages
     assert (forward.backend, forward.family, forward.why, forward.kernels) == (
@@ -127,7 +127,7 @@ def test_a_network_layer_by_layer_on_the_cpu() -> None:
     assert "the backend is native" in str(tconv_swap.explain(model, torch.randn(2, 100, 1, 1)).layers[0])
 
 
-def test_on_the_cpu_float32_is_no_tf32_and_meta_stands_for_a_device() -> None:
+def test_the_cpu_has_no_tf32_and_meta_tensors_use_the_layers_device() -> None:
     nowhere = tconv_swap.ConvTranspose2d(128, 64, 4, 2, 1, device="meta")
     for layer in (DCGAN, nowhere):
         explained = tconv_swap.explain(layer, X).layers[0]
@@ -143,15 +143,15 @@ def test_dtypes_that_are_left_to_pytorch(dtype: torch.dtype, architecture: str |
     explained = tconv_swap.explain(layer, x, architecture=architecture)
     name = str(dtype).removeprefix("torch.")
     assert explained.native == (
-        f"(the model itself): PyTorch computes forward (of {name} nothing is ours)",
+        f"(the model itself): PyTorch computes forward (our kernels do not take {name})",
         "(the model itself): PyTorch computes grad_input, grad_weight, grad_bias "
-        f"(of {name} nothing is ours)",
+        f"(our kernels do not take {name})",
     )
     assert explained.layers[0].stages[0].roof_us is None
     assert len(tconv_swap.explain(layer, x, architecture=architecture, backward=False).native) == 1
 
 
-def test_autocast_is_seen() -> None:
+def test_autocast_changes_the_explained_dtype() -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         explained = tconv_swap.explain(model, torch.randn(2, 4, 3, 3), architecture="sm_90a")

@@ -1,4 +1,4 @@
-"""What people do with a layer of PyTorch's they do with ours, and it comes to the same."""
+"""Common uses of PyTorch's layer give the same result with our layer."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("dimensions", [1, 2])
-def test_an_output_may_be_written(dimensions: int, use: str) -> None:
-    """As of the first layer of a generator, of an input of one pixel, and of layers whose output is another's view."""
+def test_an_output_may_be_written_in_place(dimensions: int, use: str) -> None:
+    """The cases are the first layer of a generator, an input of one pixel, and layers whose output is a view."""
     torch.manual_seed(0)
     layer = nn.ConvTranspose1d(8, 6, 4) if dimensions == 1 else nn.ConvTranspose2d(8, 6, 4)
     for size in (1, 3):
@@ -60,7 +60,7 @@ def test_an_output_may_be_written(dimensions: int, use: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_gradients_may_be_written() -> None:
+def test_gradients_may_be_written_in_place() -> None:
     layer = nn.ConvTranspose2d(8, 6, 4)
     x = torch.randn(3, 8, 1, 1, requires_grad=True)
     (_, ours) = both(layer)
@@ -134,7 +134,7 @@ class NamesItsArguments(nn.ConvTranspose2d):
         return super().forward(input) * layer * call
 
 
-def test_a_forward_may_call_its_arguments_what_it_likes() -> None:
+def test_a_forward_may_have_arguments_of_any_name() -> None:
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,14 +152,14 @@ def test_a_forward_may_call_its_arguments_what_it_likes() -> None:
 # --- torch.compile ------------------------------------------------------------------------------------------
 
 
-def test_a_layer_is_called_as_every_module_is() -> None:
+def test_a_layer_has_the_call_method_of_every_module() -> None:
     layer = tconv_swap.ConvTranspose2d(3, 2, 2)
     assert layer._call_impl.__func__ is nn.Module._call_impl
     assert type(layer)._call_impl is nn.Module._call_impl
 
 
-def test_a_compiled_call_is_not_guarded_by_how_a_tracer_sees_the_layer() -> None:
-    """Guards on the dictionaries of a layer's classes cost every call of what is compiled microseconds."""
+def test_a_compiled_call_has_no_guards_for_tracers() -> None:
+    """Guards on the dictionaries of a layer's classes cost every compiled call microseconds."""
     theirs, ours = both(nn.Sequential(nn.ConvTranspose2d(3, 2, 2)))
     x = torch.randn(1, 3, 4, 4)
 
@@ -204,7 +204,7 @@ def test_a_weight_that_is_a_property_is_verified() -> None:
 @pytest.mark.parametrize(
     "name", ["operands", "is_frozen", "keep_packed", "let_packed_go", "forget_ours", "backend"]
 )
-def test_attributes_of_any_name(name: str) -> None:
+def test_attributes_may_have_any_name(name: str) -> None:
     theirs, ours = both(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)))
     for model in (theirs, ours):
         setattr(model[0], name, True)
@@ -214,7 +214,7 @@ def test_attributes_of_any_name(name: str) -> None:
     torch.testing.assert_close(tconv_swap.unswap_layers(copy.deepcopy(ours))(x), theirs(x))
 
 
-def test_a_class_whose_output_padding_is_its_own_is_left() -> None:
+def test_a_class_that_overrides_output_padding_is_left() -> None:
     class Padded(nn.ConvTranspose2d):
         def _output_padding(self, *_: Any, **__: Any) -> list[int]:
             return [1, 1]
@@ -224,14 +224,14 @@ def test_a_class_whose_output_padding_is_its_own_is_left() -> None:
     torch.testing.assert_close(ours(torch.ones(1, 4, 3, 3)), theirs(torch.ones(1, 4, 3, 3)))
 
 
-def test_a_forward_put_in_the_place_of_pytorchs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_whose_forward_was_replaced_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.ConvTranspose2d, "forward", lambda self, x: x.sum())
     plan = tconv_swap.plan_swap(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)))
     assert not plan.swapped
     assert "forward of its own" in str(plan)
 
 
-def test_groups_of_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_may_be_a_numpy_integer(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = both(nn.ConvTranspose2d(4, 6, 3, 2, groups=np.int64(2)))  # type: ignore[arg-type]
     x = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(torch.compile(ours, backend="aot_eager")(x), theirs(x))
@@ -242,8 +242,8 @@ def test_groups_of_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- undone -------------------------------------------------------------------------------------------------
 
 
-def test_a_layer_whose_forward_was_wrapped_stays() -> None:
-    """As what moves weights in and out of a GPU wraps every leaf: the old forward is a method of ours."""
+def test_a_layer_whose_forward_was_wrapped_stays_swapped() -> None:
+    """A wrapper that moves weights in and out of a GPU does this to every layer: the old forward is our method."""
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(4, 4, 2), nn.ConvTranspose2d(4, 4, 2)))
     inner = model[0].forward
     model[0].forward = lambda *args: inner(*args)
@@ -282,8 +282,8 @@ def test_a_distributed_tensor(mesh: DeviceMesh, compiled: bool) -> None:
     assert ours[0].weight.grad is not None
 
 
-def test_parametrized_and_sharded(mesh: DeviceMesh) -> None:
-    """PyTorch puts the sharded class in front of the parametrized one: there is no way back, and none to ours."""
+def test_a_parametrized_and_sharded_layer_is_left(mesh: DeviceMesh) -> None:
+    """PyTorch puts the sharded class in front of the parametrized one: no class can be restored or swapped."""
     network = nn.Sequential(parametrizations.weight_norm(nn.ConvTranspose2d(8, 6, 4, 2, 1)))
     x = torch.randn(2, 8, 5, 5)
     swapped = tconv_swap.swap_layers(copy.deepcopy(network))

@@ -1,4 +1,4 @@
-"""torch.utils.flop_counter counts what ours compute as it counts PyTorch's."""
+"""torch.utils.flop_counter counts our layers as it counts PyTorch's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flops(layer: nn.Module, image: Tensor, backward: bool) -> int:
 
 @pytest.mark.parametrize("needs_input_gradient", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_counts_as_for_pytorchs(
+def test_flops_are_counted_as_for_pytorchs_layer(
     name: str, needs_input_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "is_plain", lambda *_: False)  # which would leave them to PyTorch's operator
@@ -49,7 +49,7 @@ def test_counts_as_for_pytorchs(
 
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)])
 def test_every_gradient_of_a_grouped_layer_counts_its_products(mask: tuple[bool, ...]) -> None:
-    """PyTorch's formula for the gradient of the weight forgets the groups."""
+    """PyTorch's formula for the gradient of the weight ignores the groups."""
     tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(1, 1, 1)))
     image, weight = torch.randn(2, 6, 7, 5), torch.randn(6, 3, 4, 4)
     geometry = [2, 2, 0, 0, 0, 0, 3, 1, 1]

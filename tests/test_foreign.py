@@ -58,8 +58,8 @@ def test_swapped_and_verified(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mask_rcnn", "sam", "hifigan"])
-def test_timed(name: str) -> None:
-    """Lists of images, keyword arguments, arguments that are no tensors, outputs that are losses or dicts."""
+def test_networks_of_other_libraries_are_timed(name: str) -> None:
+    """Inputs are lists of images, keyword arguments and non-tensors; outputs are losses or dicts."""
     foreign, (model, inputs) = FOREIGN[name], built(name)
     swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=foreign.include_1d)
     timing = tconv_swap.benchmark(model, swapped, inputs, warmup=0, iters=2)
@@ -69,8 +69,8 @@ def test_timed(name: str) -> None:
     assert len({comparison.name for comparison in timing.layers}) == foreign.layers
 
 
-def test_verified_again_in_a_fresh_process(tmp_path: Path) -> None:
-    """One of each library and kind of layer; the other networks of a library load by the same classes."""
+def test_saved_networks_are_verified_in_a_fresh_process(tmp_path: Path) -> None:
+    """One network of each library and kind of layer; the other networks of a library load with the same classes."""
     some = ("mask_rcnn", "sam", "hifigan", "monai_unet", "linknet")
     names = [name for name in some if all(map(importlib.util.find_spec, FOREIGN[name].needs))]
     assert "mask_rcnn" in names
@@ -96,8 +96,9 @@ def test_verified_again_in_a_fresh_process(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [f"{name}: verified" for name in names]
 
 
-def test_the_command_line_takes_one_by_the_names_it_asks_for(tmp_path: Path) -> None:
-    """What the refusal lists is what has to be trusted, and then it loads, is swapped and verified."""
+def test_the_command_line_loads_a_network_with_the_names_that_it_lists(tmp_path: Path) -> None:
+    """The refusal lists exactly the names that have to be trusted; with them the file loads, is swapped and
+    verified."""
     path, inputs = tmp_path / "network.pt", tmp_path / "unet-inputs.pt"
     torch.save(built("monai_unet")[0], path)
     torch.save((torch.randn(1, 1, 16, 16),), inputs)
@@ -110,8 +111,8 @@ def test_the_command_line_takes_one_by_the_names_it_asks_for(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
 
 
-def test_mask2former_has_none_and_says_so() -> None:
-    """It interpolates: there is nothing to swap, neither as a layer nor as a function."""
+def test_mask2former_has_nothing_to_swap() -> None:
+    """It interpolates: there is nothing to swap, neither a layer nor a function call."""
     pytest.importorskip("transformers")
     model = mask2former()
     assert isinstance(model, nn.Module)

@@ -1,4 +1,4 @@
-"""Transposed convolutions called as functions: found where the network runs or traces, with who and where."""
+"""Transposed convolutions that are called as functions are found while the network runs or is traced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINE = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 
 
 
 @pytest.mark.parametrize("inputs", [torch.randn(1, 4, 3, 3), None], ids=["run", "traced"])
-def test_found_with_module_and_line_but_not_those_of_layers(inputs: Tensor | None) -> None:
+def test_calls_are_found_with_module_and_line_except_those_of_layers(inputs: Tensor | None) -> None:
     model = nn.Sequential(up(), nn.Sequential(Upsample()))
     for network in (model, swap_layers(model, inplace=False)):
         before = network[1][0].calls.clone()
@@ -54,8 +54,8 @@ def test_found_with_module_and_line_but_not_those_of_layers(inputs: Tensor | Non
         assert network.training
 
 
-def test_inputs_are_handed_back_as_they_came() -> None:
-    """A forward may write to them, in each mode anew: neither the next run nor the caller must see that."""
+def test_inputs_are_not_changed_by_the_search() -> None:
+    """A forward may write to its inputs in each mode: neither the next run nor the caller must see that."""
     seen = []
 
     class Writes(nn.Module):
@@ -94,7 +94,7 @@ def test_the_command_line_verifies_on_the_inputs_that_it_was_given(
     assert torch.equal(verified[0], given)
 
 
-def test_what_does_not_trace_is_found_by_running_it() -> None:
+def test_a_network_that_cannot_be_traced_is_run() -> None:
     model = Branching()
     assert find_functional_calls(model) == ()
     (call,) = find_functional_calls(model, torch.ones(1, 4, 3, 3))
@@ -103,7 +103,7 @@ def test_what_does_not_trace_is_found_by_running_it() -> None:
     assert find_functional_calls(model, torch.zeros(1, 4, 3, 3)) == ()
 
 
-def test_a_forward_of_its_own_that_calls_the_function() -> None:
+def test_a_subclass_whose_forward_calls_the_function_is_found() -> None:
     class Own(nn.ConvTranspose2d):
         def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
             return (
@@ -118,7 +118,7 @@ def test_a_forward_of_its_own_that_calls_the_function() -> None:
     ]
 
 
-def test_the_command_line_reports_them(tmp_path: Path) -> None:
+def test_the_command_line_reports_functional_calls(tmp_path: Path) -> None:
     torch.save(nn.Sequential(up(), Upsample()), tmp_path / "model.pt")
     for options in (["--dry-run"], ["--input-shape", "1,4,3,3", "--no-benchmark"]):
         result = CliRunner().invoke(app, [str(tmp_path / "model.pt"), "--unsafe-pickle", *options])

@@ -1,4 +1,4 @@
-"""What stands in a compiler's graph: made of fake tensors for CUDA, computed on the CPU."""
+"""Checks what is in a compiler's graph: it is made of fake tensors for CUDA and computed on the CPU."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def call_of(made: fx.Graph, op: Any) -> fx.Node:
 
 
 def formats_of(call: fx.Node, count: int) -> list[bool]:
-    """Of its first operands: whether each is channels_last."""
+    """Returns whether each of the first operands is channels_last."""
     return [call.args[i].meta["val"].is_contiguous(memory_format=CHANNELS_LAST) for i in range(count)]
 
 
 @contextmanager
 def autocast(dtype: torch.dtype) -> Iterator[None]:
-    """As torch.autocast("cuda", dtype), which does nothing where there is no GPU."""
+    """Does what torch.autocast("cuda", dtype) does, which does nothing without a GPU."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -71,7 +71,7 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 @compiles_fake_tensors
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_bias_that_an_autocast_casts_is_added_where_it_can_be_fused(dtype: torch.dtype) -> None:
-    """The cast takes a kernel of its own unless it is fused with its one use."""
+    """The cast takes a separate kernel unless it is fused with its single use."""
     with FakeTensorMode(), torch.no_grad(), autocast(dtype):
         run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1).relu())
         y = run(*fake_operands(torch.float32, (NCHW, NCHW)))
@@ -89,7 +89,7 @@ def test_a_bias_that_an_autocast_casts_is_added_where_it_can_be_fused(dtype: tor
     ids=str,
 )
 def test_another_bias_is_added_by_the_kernel(dtype: torch.dtype, with_autocast: bool) -> None:
-    """Where there is nothing to fuse it with, another sum would be another pass over the output."""
+    """If nothing can be fused with it, a separate sum would be another pass over the output."""
     with FakeTensorMode(), torch.no_grad(), autocast(dtype) if with_autocast else nullcontext():
         run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1))
         run(*fake_operands(dtype, (NCHW, NCHW)))
@@ -98,7 +98,7 @@ def test_another_bias_is_added_by_the_kernel(dtype: torch.dtype, with_autocast: 
 
 
 @pytest.mark.parametrize("change", [dict(size=(1,)), dict(size=(8, 1))], ids=str)
-def test_a_bias_that_does_not_fit_is_refused_there_too(change: dict[str, Any]) -> None:
+def test_a_bias_that_does_not_fit_is_refused_in_a_graph(change: dict[str, Any]) -> None:
     with FakeTensorMode(), torch.no_grad(), autocast(torch.float16):
         x, w, _ = fake_operands(torch.float32, (NCHW, NCHW))
         run, _ = compiled(lambda *tensors: conv_transpose2d(*tensors, 2, 1))
@@ -113,7 +113,7 @@ def test_a_bias_that_does_not_fit_is_refused_there_too(change: dict[str, Any]) -
 
 
 def gradients_of(mask: list[bool]) -> Callable[..., list[Tensor]]:
-    """What the backward pass of a layer calls, as AOTAutograd meets it."""
+    """Returns what the backward pass of a layer calls, as AOTAutograd traces it."""
     arguments = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
     gradients: Callable[..., list[Tensor]] = torch.compiler.allow_in_graph(
         lambda *tensors: graph.gradients(*tensors, arguments, mask, "auto")
@@ -123,8 +123,10 @@ def gradients_of(mask: list[bool]) -> Callable[..., list[Tensor]]:
 
 @compiles_fake_tensors
 @pytest.mark.parametrize("formats", [(NCHW, NCHW), (NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
-def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, torch.memory_format]) -> None:
-    """As a first layer whose input is a reshaped vector: PyTorch's operator gives out what the weight's format says."""
+def test_format_conversions_are_in_the_graph(
+    formats: tuple[torch.memory_format, torch.memory_format],
+) -> None:
+    """For example a first layer whose input is a reshaped vector: PyTorch's output follows the weight's format."""
     wanted = formats[1] == CHANNELS_LAST
     with FakeTensorMode(), torch.no_grad():
         x, w, b = fake_operands(torch.float16, formats)
@@ -134,13 +136,13 @@ def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, 
         assert y.is_contiguous(memory_format=CHANNELS_LAST) == wanted
         backward, graphs = compiled(gradients_of([True, True, False]))
         found = backward(torch.empty(y.shape, dtype=y.dtype, device="cuda"), x, w)
-    # The weight lies as it did: the backward pass would keep a copy of it from the forward pass on.
+    # The weight keeps its format: the backward pass would keep a copy of it from the forward pass on.
     assert formats_of(call_of(graphs[0], GRADIENTS), 3) == [wanted, wanted, formats[1] == CHANNELS_LAST]
     assert [one.is_contiguous(memory_format=CHANNELS_LAST) for one in found] == [wanted] * 2
 
 
 @compiles_fake_tensors
-def test_a_gradient_lays_out_only_what_it_reads() -> None:
+def test_a_gradient_converts_only_the_tensors_that_it_reads() -> None:
     with FakeTensorMode(), torch.no_grad():
         x, w, _ = fake_operands(torch.float16, (NCHW, CHANNELS_LAST))
         backward, graphs = compiled(gradients_of([True, False, True]))
@@ -152,9 +154,9 @@ def test_a_gradient_lays_out_only_what_it_reads() -> None:
 def test_the_graph_computes_the_same(
     formats: tuple[torch.memory_format, torch.memory_format], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a graph for CUDA says, by the CPU: its output and gradients lie as PyTorch's and agree with float64's.
+    """The CPU computes the graph for CUDA: layouts are PyTorch's, and output and gradients agree with float64.
 
-    In float16: bfloat16 is 1.6 % off, PyTorch's own too, on a CPU that has no instructions for it.
+    In float16, because bfloat16 is 1.6 % off (also PyTorch's) on a CPU without instructions for it.
     """
     monkeypatch.setattr(graph, "_is_for_a_compiler", lambda input: torch._C._len_torch_dispatch_stack() > 0)
     torch.manual_seed(0)
@@ -180,8 +182,8 @@ def test_the_graph_computes_the_same(
 
 @pytest.mark.parametrize("out_channels", [3, 6])
 @pytest.mark.parametrize("how", ["as it is", "compiled"])
-def test_a_decomposed_program_is_run_with_gradients(out_channels: int, how: str) -> None:
-    """It holds the graph's op, outside of any compiler's graph: plain inference has gradients switched on too."""
+def test_a_decomposed_program_has_gradients(out_channels: int, how: str) -> None:
+    """It holds the graph's op outside of a compiler's graph; gradients are enabled in plain inference too."""
     torch.manual_seed(0)
     original = nn.Sequential(nn.ConvTranspose2d(64, out_channels, 4, 2, 1), nn.Conv2d(out_channels, 3, 3))
     x = torch.randn(2, 64, 32, 32)

@@ -1,4 +1,4 @@
-"""The two ops of a graph, called by something else than a compiled graph: as a decomposed program's are."""
+"""Calls the two ops of a graph outside of a compiled graph, as a decomposed program does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tconv_swap.runtime import host
 OPS = torch.ops.tconv_swap
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
 GEOMETRY = as_list(ARGUMENTS)
-#: As a tensor on CUDA comes to a kernel of csrc/call.cpp's.
+#: The keys with which a tensor on CUDA reaches a kernel of csrc/call.cpp.
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.CUDA
 )
@@ -48,7 +48,7 @@ def input_gradient(grad_output: Tensor, x: Tensor, w: Tensor) -> Tensor:
 
 
 def of_symbols(small: Tensor, large: Tensor, which: str) -> Any:
-    """On CUDA; the output is of a size that another tensor has."""
+    """On CUDA; the output has the size of another tensor."""
     (h, w), (height, width) = small.shape, large.shape
     x = torch.empty(2, 4, h, w, device="cuda")
     weight = torch.empty(4, 3, 4, 4, device="cuda")
@@ -61,7 +61,7 @@ def of_symbols(small: Tensor, large: Tensor, which: str) -> Any:
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("which", ["output", "gradients"])
-def test_a_geometry_of_symbols(which: str, gradients: bool) -> None:
+def test_a_symbolic_geometry(which: str, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
         traced = make_fx(lambda a, b: of_symbols(a, b, which), tracing_mode="symbolic")(
             torch.empty(5, 6), torch.empty(11, 12)
@@ -94,7 +94,7 @@ def test_an_autocast_casts_as_it_would_a_convolution(given: torch.dtype, trained
 
 @pytest.fixture(params=["output", "input_gradient"])
 def linear(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Tensor]]:
-    """A linear map by one of the two ops, and where to ask for its derivative."""
+    """Returns a linear map by one of the two ops, and a point at which to differentiate it."""
     x, w, _ = operands()
     if request.param == "output":
         yield lambda one: output(one, w), x
@@ -112,7 +112,7 @@ def test_forward_mode(linear: tuple[Any, Tensor]) -> None:
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, expected)
 
 
-def test_forward_mode_through_node_cpp() -> None:
+def test_forward_mode_through_the_cpp_node() -> None:
     x, w, _ = operands()
     tangent = torch.randn_like(x)
     with forward_ad.dual_level(), torch.no_grad():

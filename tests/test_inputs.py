@@ -1,4 +1,4 @@
-"""Inputs of a network: normalising, moving, and finding a shape that nobody gave."""
+"""Inputs of a network: normalising, moving, and finding a shape if none is given."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class OneSample(nn.Module):
 
 
 class Resting(nn.Module):
-    """Registers a layer for latent vectors first, which reads nothing of the input; `depth` halvings of an image."""
+    """Registers a layer for latent vectors first, which does not read the input; an image is halved `depth` times."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -168,28 +168,30 @@ class Resting(nn.Module):
 
 
 class TestSizes:
-    """Images of 64 to 256 before one pixel."""
+    """Images of 64 to 256 pixels are tried before one pixel."""
 
     @pytest.mark.parametrize(
         ("model", "shape"),
         [
             (Resting(0), (2, 4, 64, 64)),
-            # In its middle, 64 pixels would be one.
+            # In the middle of this network, an image of 64 pixels would be one pixel.
             (Resting(6), (2, 4, 128, 128)),
             (Resting(7), (2, 4, 256, 256)),
-            # One pixel whatever the image: nothing larger than 256 is worth it.
+            # It is one pixel for every image size: no image larger than 256 is tried for this.
             (Resting(9), (2, 4, 64, 64)),
-            # Grey and colours are images even where a stride of 1 is for latent vectors.
+            # An input with 1 or 3 channels is an image, even if a stride of 1 suggests latent vectors.
             (nn.Sequential(nn.ConvTranspose2d(3, 4, 4)), (2, 3, 64, 64)),
             (nn.Sequential(nn.ConvTranspose2d(1, 4, 4, 2, 1)), (2, 1, 64, 64)),
-            # And so is whatever a generator is made for.
+            # The shape that a generator is made for is taken as well.
             (nn.Sequential(nn.ConvTranspose2d(100, 4, 4)), (2, 100, 1, 1)),
         ],
     )
-    def test_the_first_that_is_no_pixel(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+    def test_the_first_shape_with_more_than_one_pixel_is_taken(
+        self, model: nn.Module, shape: tuple[int, ...]
+    ) -> None:
         assert infer_input_shape(model)[0] == shape
 
-    def test_what_was_tried_before_is_said(self) -> None:
+    def test_shapes_that_did_not_run_are_named(self) -> None:
         found = infer_inputs(nn.Sequential(nn.Conv2d(1, 4, 2, 2), *head(784)))
         assert found.inputs.args[0].shape == (2, 1, 28, 28)
         assert found.how == "inferred from 0 (Conv2d); 2x1x64x64 and 4 more did not run"
@@ -209,7 +211,7 @@ class TestInference:
             (nn.Sequential(nn.Linear(6, 4 * 9), nn.Unflatten(1, (4, 3, 3)), up()), (2, 6)),
             (nn.Sequential(nn.Embedding(5, 8), nn.Unflatten(1, (2, 2, 2)), up(2)), (2,)),
             (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), up()), (2, 3, 64, 64)),
-            # A head that fits 28 x 28 alone.
+            # This head fits 28 x 28 only.
             (nn.Sequential(nn.Conv2d(1, 4, 2, 2), *head(784)), (2, 1, 28, 28)),
             (Unet(), (2, 3, 64, 64)),
             (OneSample(), (1, 4, 1, 1)),
@@ -232,14 +234,14 @@ class TestInference:
     def test_says_which_layer_it_came_from(self) -> None:
         assert infer_inputs(nn.Sequential(nn.ReLU(), up())).how == "inferred from 1 (ConvTranspose2d)"
 
-    def test_takes_the_best_shape_and_says_what_it_misses(self) -> None:
+    def test_takes_the_best_shape_and_says_what_it_does_not_reach(self) -> None:
         model = Optional()
         model.never = up()
         found = infer_inputs(model)
         assert found.inputs.args[0].shape[-1] in (224, 256)
         assert "reaches 1 of 2 transposed convolutions" in found.how
 
-    def test_leaves_everything_as_it_was(self) -> None:
+    def test_restores_the_model_and_the_random_state(self) -> None:
         model = nn.Sequential(nn.Dropout(), nn.ConvTranspose2d(4, 4, 4), nn.BatchNorm2d(4))
         model[0].eval()
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -253,20 +255,20 @@ class TestInference:
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert all(parameter.grad is None for parameter in model.parameters())
 
-    def test_several_arguments_are_asked_for(self) -> None:
+    def test_several_arguments_have_to_be_given(self) -> None:
         with pytest.raises(InputShapeError, match=r"2 arguments \(image, label\).*--input-shape"):
             infer_inputs(TwoArguments())
 
-    def test_nothing_to_go_by(self) -> None:
-        with pytest.raises(InputShapeError, match=r"no layer tells it.*--input-shape"):
+    def test_no_layer_determines_the_shape(self) -> None:
+        with pytest.raises(InputShapeError, match=r"no layer determines it.*--input-shape"):
             infer_inputs(nn.ReLU())
 
-    def test_nothing_runs(self) -> None:
+    def test_no_shape_runs(self) -> None:
         broken = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6))
         with pytest.raises(InputShapeError, match=r"none of the 8 shapes tried runs \(.*2x4 and 5x6"):
             infer_inputs(broken)
 
-    def test_the_time_is_bounded(self) -> None:
+    def test_the_time_limit_ends_the_search(self) -> None:
         with pytest.raises(InputShapeError):
             infer_inputs(up(), time_limit=-1.0)
 
@@ -282,11 +284,11 @@ class TrainOnly(nn.Module):
         return self.up(x)
 
 
-def test_a_network_that_only_trains_gets_a_shape_too() -> None:
+def test_a_network_that_runs_only_in_train_mode_gets_a_shape() -> None:
     assert infer_input_shape(TrainOnly())[0] == (2, 4, 16, 16)
 
 
-def test_try_modes_tells_errors_and_what_was_reached() -> None:
+def test_try_modes_returns_errors_and_reached_modules() -> None:
     model = TrainOnly()
     evaluated, trained = try_modes(model, Inputs.of(torch.ones(1, 4, 2, 2)))
     assert (evaluated.mode, evaluated.error) == ("eval", "ValueError: only trains")

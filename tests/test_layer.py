@@ -1,4 +1,4 @@
-"""The layer against ``nn.ConvTranspose2d``: construction, results, errors, where it hands over to PyTorch."""
+"""Compares the layer with ``nn.ConvTranspose2d``: construction, results, errors, and calls that PyTorch computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GEOMETRIES = [{"in_channels": 4, **arguments} for arguments in GEOMETRIES]
 
 
 def pair(dtype: torch.dtype = torch.float64, **arguments: Any) -> tuple[nn.ConvTranspose2d, ConvTranspose2d]:
-    """PyTorch's layer and ours with the same parameters."""
+    """Returns PyTorch's layer and ours with the same parameters."""
     theirs = nn.ConvTranspose2d(**arguments, dtype=dtype)
     ours = ConvTranspose2d(**arguments, dtype=dtype)
     ours.load_state_dict(theirs.state_dict())
@@ -39,7 +39,7 @@ def pair(dtype: torch.dtype = torch.float64, **arguments: Any) -> tuple[nn.ConvT
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments of every call of our operator, which goes on doing its work."""
+    """Records the arguments of every call of our operator, which still computes."""
     made: list[tuple[Any, ...]] = []
     real = op.conv_transpose2d
 
@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("arguments", GEOMETRIES)
-def test_same_seed_draws_pytorchs_numbers(arguments: dict[str, Any]) -> None:
+def test_the_same_seed_gives_pytorchs_initial_values(arguments: dict[str, Any]) -> None:
     torch.manual_seed(3)
     theirs = nn.ConvTranspose2d(**arguments)
     after_theirs = torch.rand(1)
@@ -213,7 +213,7 @@ def test_moving_between_dtypes_after_construction(calls: list[tuple[Any, ...]]) 
     assert [args[0].dtype for args in calls] == [torch.float64, torch.bfloat16, torch.float32]
 
 
-def test_integers_raise_pytorchs_error(calls: list[tuple[Any, ...]]) -> None:
+def test_integer_inputs_raise_pytorchs_error(calls: list[tuple[Any, ...]]) -> None:
     theirs, ours = pair(dtype=torch.float32, **GEOMETRIES[0])
     for layer in (theirs, ours):
         with pytest.raises(RuntimeError, match=r"type|not implemented"):
@@ -300,7 +300,7 @@ def test_symbolic_tracing_of_the_layer_itself_is_refused_as_pytorchs() -> None:
 
 
 class Doubling(nn.ConvTranspose2d):
-    """A subclass without a forward of its own."""
+    """A subclass without its own forward."""
 
     def double(self) -> None:
         with torch.no_grad():
@@ -313,7 +313,7 @@ class OwnForward(nn.ConvTranspose2d):
 
 
 class Derived(ConvTranspose2d):
-    """Somebody's class on top of ours."""
+    """A user's class on top of ours."""
 
 
 def test_swapped_and_original_class_are_inverse() -> None:
@@ -331,7 +331,7 @@ def test_swapped_and_original_class_are_inverse() -> None:
 
 
 @pytest.mark.parametrize("cls", [nn.ConvTranspose3d, nn.Linear, ConvTranspose2d, Derived])
-def test_no_swapped_class(cls: Any) -> None:
+def test_classes_without_a_swapped_class_are_refused(cls: Any) -> None:
     with pytest.raises(TypeError, match=cls.__name__):
         swapped_class(cls)
 
@@ -348,7 +348,7 @@ def test_moves_to_the_gpu_and_back(arguments: dict[str, Any], calls: list[tuple[
 
 
 def test_a_copy_of_a_compiled_layer_computes_with_its_own_weight() -> None:
-    """`layer.compile()` leaves a bound function on the layer, which no copy may take along."""
+    """`layer.compile()` stores a bound function on the layer, which no copy may keep."""
     ours = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(6, 3, 4, 2, 1)))
     ours[0].compile(backend="eager")
     image = torch.randn(2, 6, 7, 5)
@@ -361,7 +361,7 @@ def test_a_copy_of_a_compiled_layer_computes_with_its_own_weight() -> None:
     assert ours(image).abs().max() > 0
 
 
-def test_layouts_that_are_not_strided_are_pytorchs_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_are_not_strided_go_to_pytorchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         op, "is_plain", lambda *_: False
     )  # which would leave them to PyTorch's operator anyhow

@@ -1,4 +1,4 @@
-"""How much memory is free, asked of a GPU that is named with its number or without; and what says that none is."""
+"""Tests how much memory is free on a GPU named with or without an index, and which exceptions mean out of memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 600 + 200 - 50), (0.5, 500 - 50)])
-def test_what_a_process_may_still_take_of_a_gpu(
-    name: str, fraction: float, free: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1000 MiB, of which another process has 200, and this one has reserved 200 and uses 50."""
+def test_free_bytes_of_a_gpu(name: str, fraction: float, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has 1000 MiB: another process has 200, and this one has reserved 200 and uses 50."""
 
     def allowed(device: torch.device | int) -> float:
-        # As torch's: a device without a number is refused.
+        # torch's function also refuses a device without an index.
         assert torch.cuda._utils._get_device_index(device) == 0
         return fraction
 
@@ -30,7 +28,7 @@ def test_what_a_process_may_still_take_of_a_gpu(
     assert memory.free_bytes(torch.device(name)) == free * MIB
 
 
-def test_what_says_that_memory_ran_out() -> None:
+def test_exceptions_that_mean_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.int8)
     assert memory.is_out_of_memory(raised.value)

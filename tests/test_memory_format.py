@@ -1,4 +1,4 @@
-"""The memory format of an output is the one PyTorch would choose, and asking for it is cheap."""
+"""The memory format of an output is the one that PyTorch would choose, and computing it is cheap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ assert "sympy" not in sys.modules
 
 
 def _anyhow(chance: random.Random) -> torch.Tensor:
-    """Up to 5 of everything, strides that may overlap or be 0, and often a proper layout."""
+    """Returns tensors with up to 5 in every dimension, strides that may overlap or be 0, and often a proper layout."""
     shape = [chance.choice((0, 1, 1, 2, 3, 5)) for _ in range(chance.choice((3, 4, 4, 4)))]
     if chance.random() < 0.5:
         return torch.empty_strided(shape, [chance.choice((0, 1, 1, 2, 3, 5, 10, 30)) for _ in shape])
@@ -34,7 +34,7 @@ def _anyhow(chance: random.Random) -> torch.Tensor:
 @pytest.mark.skipif(
     torch.__version__ < "2.11", reason="torch 2.10's own function is not what its operators do of one pixel"
 )
-def test_the_format_is_pytorchs() -> None:
+def test_the_memory_format_is_pytorchs() -> None:
     chance = random.Random(0)
     plain = torch.empty(2, 3, 4, 5)
     found = []
@@ -47,5 +47,5 @@ def test_the_format_is_pytorchs() -> None:
 
 
 def test_a_first_call_imports_no_sympy() -> None:
-    """A second of every program's first call."""
+    """The import would cost every program's first call a second."""
     subprocess.run([sys.executable, "-c", FIRST_CALL], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""nn.ConvTranspose1d, swapped where it is asked for: results, surgery, verification, timing, files."""
+"""nn.ConvTranspose1d, swapped on request: results, surgery, verification, timing, files."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_same_output_gradients_and_layout(
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_runs_on_our_operator_and_the_rest_on_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supported_inputs_run_on_our_operator_and_others_on_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = op.conv_transpose2d
     monkeypatch.setattr(op, "conv_transpose2d", lambda *args: calls.append(args) or real(*args))
@@ -131,7 +131,7 @@ def test_swap_copy_pickle_and_unswap(round_trip: Callable[[Any], Any]) -> None:
     assert ours(model) == ["a", "b"]
 
 
-def test_parametrized_stays_so() -> None:
+def test_a_parametrized_1d_layer_stays_parametrized() -> None:
     model = Vocoder()
     twin = copy.deepcopy(model)
     swap_layers(model, include_1d=True)

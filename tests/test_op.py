@@ -1,4 +1,4 @@
-"""The torch op: arguments, errors, gradients of every order, autocast, fake tensors. On the CPU."""
+"""The torch op on the CPU: arguments, errors, gradients of every order, autocast, fake tensors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_opcheck() -> None:
 
 
 def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What autograd and autocast would do there has been done when the graph was made, and each costs time."""
+    """Autograd and autocast have acted when the graph was made; calling them again would cost time."""
     monkeypatch.setattr(op, "is_plain", lambda *_: False)
     called = []
 
@@ -140,8 +140,8 @@ def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(gradients, exact)
 
 
-def test_results_lie_as_fake_tensors_promise_whatever_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's operator gives out NCHW where it does not go by cuDNN, whatever the input's format."""
+def test_results_have_the_layout_of_the_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operator returns NCHW unless it uses cuDNN, whatever the input's format."""
     forward, backward = cpu_call.output, cpu_call.gradients
 
     def gradients_in_nchw(*arguments: Any) -> list[torch.Tensor]:
@@ -181,7 +181,7 @@ def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch)
         masks.clear()
 
 
-def test_a_gradient_shape_that_does_not_fit_raises() -> None:
+def test_a_wrong_gradient_shape_raises() -> None:
     x, w, _ = leaves(requires_grad=False)
     with pytest.raises(RuntimeError, match="grad_output of size"):
         torch.ops.tconv_swap.conv_transpose2d_gradients(x, x, w, as_list(OP_ARGUMENTS), [True] * 3, "auto")
@@ -219,14 +219,14 @@ def test_fake_and_meta_tensors_have_the_shape_and_format_of_the_real() -> None:
         conv_transpose2d(x[:, :3].to("meta"), w.to("meta"), **GEOMETRY)
 
 
-def test_other_devices_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_use_pytorchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "SUPPORTED_DEVICES", ("cuda",))
     monkeypatch.setattr(op, "is_plain", lambda *_: False)
     monkeypatch.setattr(graph, "output", lambda *_: pytest.fail("computed by us"))
     monkeypatch.setattr(op, "_whole_op", lambda *_: pytest.fail("computed by us"))
     x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3)
     assert torch.equal(conv_transpose2d(x, w, None, 2, 1), F.conv_transpose2d(x, w, None, 2, 1))
-    # Whoever calls the op itself is told.
+    # A direct call of the op raises.
     with pytest.raises(NotImplementedError, match="input is on meta"):
         graph.compute_output(x.to("meta"), w.to("meta"), None, [2, 2, 1, 1, 0, 0, 1, 1, 1], "auto")
 
@@ -257,7 +257,7 @@ def test_unbatched_and_empty_batch() -> None:
 
 
 class Recording(torch.Tensor):
-    """A tensor whose operators go through __torch_dispatch__, as those of DTensor and quantized weights do."""
+    """A tensor whose operators go through __torch_dispatch__, like those of DTensor and quantized weights."""
 
     seen: list[str] = []  # noqa: RUF012
 
@@ -292,8 +292,8 @@ def test_tensor_subclasses_see_the_op(wrapped: str) -> None:
     torch.testing.assert_close(result, expected)
 
 
-def test_distributed_tensors_are_pytorchs(tmp_path: Path) -> None:
-    """A mesh of one process: the operator of ours has no rule for how a sharded call is computed in parts."""
+def test_distributed_tensors_use_pytorchs_operator(tmp_path: Path) -> None:
+    """The mesh has one process; our operator has no rule for a sharded call."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -1,4 +1,5 @@
-"""No output may be a file that the command reads, nor another output, under any name; told before any work."""
+"""No output may be a file that the command reads, nor another output, under any name; this is checked before any
+work."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ NAMES: dict[str, Callable[[str], str]] = {
 
 @pytest.fixture
 def unused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """All that a command may read; loading any of it would be an internal error."""
+    """Writes all files that a command may read; loading any of them would be an internal error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workflow, "load_model", None)
     saved_generator()
@@ -83,7 +84,9 @@ def _contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("read", "given"), READ, ids=lambda value: str(value))
-def test_an_output_that_is_read(unused: Path, read: str, given: tuple[str, ...], name: str) -> None:
+def test_an_output_that_is_also_read_is_refused(
+    unused: Path, read: str, given: tuple[str, ...], name: str
+) -> None:
     target = NAMES[name](read)
     before = _contents(unused)
     for command, option in [("swap", "--out"), ("swap", "--json"), ("tune", "--json"), ("explain", "--json")]:
@@ -94,7 +97,7 @@ def test_an_output_that_is_read(unused: Path, read: str, given: tuple[str, ...],
     assert _contents(unused) == before
 
 
-def test_a_report_that_is_read(unused: Path) -> None:
+def test_a_report_that_is_also_the_input_is_refused(unused: Path) -> None:
     os.link("model.pt", "r.md")
     before = _contents(unused)
     result = run("model.pt", "--report", "r.md")
@@ -107,7 +110,9 @@ def test_a_report_that_is_read(unused: Path) -> None:
 @pytest.mark.parametrize(
     "options", [("--out", "--json"), ("--out", "--report"), ("--json", "--report"), ("--report", "--report")]
 )
-def test_two_outputs_that_are_one(unused: Path, options: tuple[str, str], name: str) -> None:
+def test_two_outputs_with_the_same_file_are_refused(
+    unused: Path, options: tuple[str, str], name: str
+) -> None:
     Path("old.md").write_text("as before")
     target = NAMES[name]("old.md")
     before = _contents(unused)
@@ -121,7 +126,7 @@ def test_two_outputs_that_are_one(unused: Path, options: tuple[str, str], name: 
     ("first", "second"),
     [("r.md", "R.MD"), ("stra\xdfe.md", "STRASSE.md"), ("\xe9.md", "e\u0301.md"), ("new.md", "there/new.md")],
 )
-def test_two_new_outputs_that_some_file_system_makes_one(unused: Path, first: str, second: str) -> None:
+def test_two_new_outputs_that_differ_only_in_case_are_refused(unused: Path, first: str, second: str) -> None:
     os.symlink(".", "there")
     before = files()
     result = run("model.pt", "--report", first, "--report", second)
@@ -130,13 +135,13 @@ def test_two_new_outputs_that_some_file_system_makes_one(unused: Path, first: st
     assert files() == before
 
 
-def test_a_link_to_nowhere_is_what_it_leads_to(unused: Path) -> None:
+def test_a_dangling_link_counts_as_its_target(unused: Path) -> None:
     os.symlink("new.md", "link.md")
     assert run("model.pt", "--report", "link.md", "--json", "new.md").exit_code == 2
     assert run("model.pt", "--report", "new.md", "--json", "link.md").exit_code == 2
 
 
-def test_two_files_that_differ_in_case_are_two_where_they_are(unused: Path) -> None:
+def test_existing_files_that_differ_only_in_case_are_two_files(unused: Path) -> None:
     Path("a.md").write_text("one")
     Path("A.md").write_text("other")
     if len([name for name in files() if name.lower() == "a.md"]) == 1:
@@ -144,11 +149,13 @@ def test_two_files_that_differ_in_case_are_two_where_they_are(unused: Path) -> N
             check_apart([], [("--report", Path("a.md")), ("--json", Path("A.md"))])
     else:
         check_apart([("MODEL", Path("a.md"))], [("--json", Path("A.md")), ("--out", Path("new.pt"))])
-    # An output that is not there is no file that is read.
+    # An output that does not exist is not a file that is read.
     check_apart([("MODEL", Path("model.pt"))], [("--out", Path("MODEL-2.pt"))])
 
 
-def test_what_belongs_to_the_program_itself(unused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_program_and_its_cache_are_not_overwritten(
+    unused: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TCONV_SWAP_CACHE", str(unused / "cache"))
     cache_directory.cache_clear()
     kept = unused / "cache/tuned/h200.json"
@@ -172,7 +179,7 @@ def test_what_belongs_to_the_program_itself(unused: Path, monkeypatch: pytest.Mo
 
 
 class TestImported:
-    """What a file imports is only known when it has been executed: still before anything is run."""
+    """The imports of a file are known only after it was executed, but still before anything is run."""
 
     @pytest.fixture
     def helper(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -191,14 +198,18 @@ class TestImported:
         ("command", "option"),
         [("swap", "--out"), ("swap", "--json"), ("tune", "--json"), ("explain", "--json")],
     )
-    def test_by_the_code_that_builds_the_network(self, helper: Path, command: str, option: str) -> None:
+    def test_a_module_imported_by_the_factory_is_not_overwritten(
+        self, helper: Path, command: str, option: str
+    ) -> None:
         result = run(command, "weights.pt", "--model", "net_of_places.py:build", option, helper)
         assert result.exit_code == 2, result.output
         assert f"{option} names the file of the module helper_of_places" in result.stderr
         assert helper.read_text() == NETWORK
 
 
-def test_the_demo_writes_nothing_before_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_checks_its_targets_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("dcgan.pt", "dcgan-fast.pt"):
         result = run("demo", "--dir", "new", "--json", f"new/{name}")

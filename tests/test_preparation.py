@@ -1,4 +1,4 @@
-"""``prepare``: what is compiled ahead, for which calls, and that nothing is left for the first of them."""
+"""``prepare``: the kernels that are compiled ahead, for which calls, and that their first run compiles nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cli_cases import run
+from preparation_cases import H200, Compiler, compiler, decoder, is_kept, kernels_of, own_cache
 from torch import Tensor, nn
 
 import tconv_swap
@@ -24,83 +21,9 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.common.schedules import SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.kernels.norm.shape import Activation
-from tconv_swap.runtime import host, jit, nvrtc
-from tconv_swap.runtime.cache import cache_directory
-from tconv_swap.runtime.compiler import BuildError
-from tconv_swap.runtime.nvrtc import CompileError
-from tconv_swap.runtime.program import Kernel
+from tconv_swap.runtime import host, jit
 
-H200 = plan.Device("sm_90a", 132, 227 << 10)
-ALL = (True, True, True)
-
-
-class Compiler:
-    """NVRTC's place: what it was asked to compile, in the order of asking."""
-
-    def __init__(self) -> None:
-        self.sources: list[str] = []
-        self.options: list[tuple[str, ...]] = []
-        self.fails = ""
-        self.built = 0
-
-    def compile(self, source: str, name: str, headers: Any, options: Any) -> tuple[bytes, str]:
-        self.sources.append(source)
-        self.options.append(tuple(options))
-        if self.fails and self.fails in source:
-            raise CompileError("it does not compile")
-        return b"machine code", "log"
-
-    def build(self) -> Path:
-        self.built += 1
-        return Path("tconv_swap.so")
-
-    def knows(self, source: str, *constants: str) -> bool:
-        return any(source in one and all(line in one for line in constants) for one in self.sources)
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
-    cache_directory.cache_clear()
-    yield tmp_path / "cache"
-    cache_directory.cache_clear()
-
-
-@pytest.fixture
-def compiler(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    found = Compiler()
-    monkeypatch.setattr(nvrtc, "compile_cubin", found.compile)
-    monkeypatch.setattr(host, "build", found.build)
-    return found
-
-
-def decoder(**arguments: Any) -> nn.Sequential:
-    model = nn.Sequential(
-        nn.ConvTranspose2d(64, 32, 4, 2, 1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.ConvTranspose2d(32, 3, 4, 2, 1),
-        nn.Tanh(),
-    )
-    tconv_swap.swap_layers(model, **arguments)
-    return model
-
-
-def kernels_of(geometry: Geometry, dtype: torch.dtype, training: bool = False) -> list[Kernel]:
-    """What a call in NCHW launches, asked of the choice itself."""
-    precision = "tf32" if dtype == torch.float32 and call.precision() == "tf32" else "ieee"
-    posed = plan.Problem(geometry, dtype, precision, False, False)
-    steps = [choice.choose_forward(posed, True, H200, "auto")]
-    if training:
-        steps += choice.choose_backward(posed, ALL, H200, "auto")
-    return [one.kernel for step in steps if step.plan for one in step.plan.launches]
-
-
-def is_kept(kernel: Kernel) -> bool:
-    return jit.is_kept(kernel, "sm_90a")
-
-
-# What is compiled
+__all__ = ["compiler", "own_cache"]
 
 
 def test_a_fresh_process_compiles_nothing(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +69,7 @@ print(json.dumps([len({one.kernel for one in launches}), asked]))
     assert json.loads(found.stdout) == [report.compiled, []]
 
 
-def test_a_second_time_everything_is_found(compiler: Compiler) -> None:
+def test_a_second_run_finds_every_kernel_on_disk(compiler: Compiler) -> None:
     model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
     first = tconv_swap.prepare(model, x, architecture="sm_90a")
     second = tconv_swap.prepare(model, x, architecture="sm_90a")
@@ -161,7 +84,7 @@ def test_a_second_time_everything_is_found(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gradients_are_prepared_where_asked_for(training: bool, compiler: Compiler) -> None:
+def test_gradients_are_prepared_if_requested(training: bool, compiler: Compiler) -> None:
     tconv_swap.prepare(decoder(), torch.randn(2, 64, 8, 8), training=training, architecture="sm_90a")
     for geometry in (
         Geometry(2, 64, 8, 8, 32, (4, 4), (2, 2), (1, 1)),
@@ -183,7 +106,7 @@ def test_inputs_of_several_sizes_and_kinds(compiler: Compiler) -> None:
         assert report.layers == 1
 
 
-def test_signals(compiler: Compiler) -> None:
+def test_1d_layers_are_prepared(compiler: Compiler) -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose1d(64, 32, 16, 8, 4)), include_1d=True)
     report = tconv_swap.prepare(model, torch.randn(2, 64, 100), architecture="sm_90a")
     assert (report.layers, report.compiled > 0) == (1, True)
@@ -196,7 +119,7 @@ def test_signals(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_without_inputs_sizes_that_stand_for_all(training: bool, compiler: Compiler) -> None:
+def test_without_inputs_representative_sizes_are_prepared(training: bool, compiler: Compiler) -> None:
     report = tconv_swap.prepare(decoder(fuse="blocks").half(), training=training, architecture="sm_90a")
     assert report.layers == 2
     for batch, height, width in SIZES:
@@ -206,12 +129,12 @@ def test_without_inputs_sizes_that_stand_for_all(training: bool, compiler: Compi
     assert compiler.knows("norm_backward.cu") == training
 
 
-def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
+def test_kernels_for_given_dtypes_and_layouts_are_prepared(compiler: Compiler) -> None:
     model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
     tconv_swap.prepare(model, x, architecture="sm_90a", dtypes=[torch.bfloat16])
     assert compiler.knows("common/cast.cu", "using From = float;", "using To = BFloat16;")
     assert not compiler.knows("common/cast.cu", "using To = float;"), "no gradient is cast back"
-    # An autocast casts what is normalised, and no parameter of the norm.
+    # An autocast casts the input of a norm, and none of its parameters.
     assert compiler.knows("norm_forward.cu", "using Element = BFloat16;", "using Parameter = float;")
     assert not compiler.knows("norm_forward.cu", "using Element = float;")
     geometry = Geometry(2, 64, 8, 8, 32, (4, 4), (2, 2), (1, 1))
@@ -233,7 +156,7 @@ def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("inputs", [torch.randn(2, 64, 8, 8), None], ids=["observed", "usual"])
 @pytest.mark.parametrize("training", [False, True])
-def test_layers_with_what_is_behind_them_in_evaluation(
+def test_layers_fused_with_norm_and_activation_in_evaluation(
     training: bool, inputs: Tensor | None, compiler: Compiler
 ) -> None:
     model = decoder(fuse="blocks").train(training)
@@ -275,7 +198,7 @@ def test_a_sum_in_a_block(inputs: Tensor | None, compiler: Compiler) -> None:
     assert compiler.knows("norm_forward.cu", "constexpr bool ADDS = true;")
 
 
-def test_where_nothing_was_measured_what_a_first_use_times_is_compiled(
+def test_candidates_of_a_first_use_are_compiled_on_an_unmeasured_gpu(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = tconv_swap.ConvTranspose2d(64, 32, 4, 2, 1).half(), torch.empty(8, 64, 16, 16).half()
@@ -294,174 +217,3 @@ def test_where_nothing_was_measured_what_a_first_use_times_is_compiled(
     monkeypatch.setenv(first_use.ENVIRONMENT_VARIABLE, "1")
     tconv_swap.prepare(layer, x, architecture="sm_80")
     assert all(jit.is_kept(kernel, "sm_80") for kernel in tried)
-
-
-# What is not
-
-
-def test_an_empty_model_needs_nothing(compiler: Compiler) -> None:
-    for inputs in (None, torch.randn(1, 3)):
-        report = tconv_swap.prepare(nn.Sequential(nn.Linear(3, 3)), inputs, architecture="sm_90a")
-        assert (report.layers, report.compiled, report.found) == (0, 0, 0)
-    assert (compiler.sources, compiler.built) == ([], 0)
-
-
-@pytest.mark.parametrize("inputs", [torch.randn(1, 4, 3, 3), None], ids=["observed", "usual"])
-def test_a_layer_that_pytorch_computes_needs_nothing(inputs: Tensor | None, compiler: Compiler) -> None:
-    model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(4, 4, 2)), backend="native")
-    report = tconv_swap.prepare(model, inputs, architecture="sm_90a")
-    assert (report.layers, report.compiled) == (1, 0)
-    assert model[0].tconv_backend == "native"
-    double = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(4, 4, 2))).double()
-    wide = None if inputs is None else inputs.double()
-    assert tconv_swap.prepare(double, wide, architecture="sm_90a").compiled == 0
-
-
-def test_the_network_stays_as_it_was(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoder(fuse="blocks", backend="kernel")
-    tconv_swap.freeze(model.eval())
-    packed = model[0]._tconv_packed
-    model[1].train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    backends: list[str] = []
-    real = tconv_swap.op.conv_transpose2d
-
-    def seen(*arguments: Any) -> Tensor:
-        backends.append(arguments[8] if len(arguments) > 8 else "auto")
-        return real(*arguments)
-
-    monkeypatch.setattr(tconv_swap.op, "conv_transpose2d", seen)
-    tconv_swap.prepare(model, torch.randn(2, 64, 8, 8), architecture="sm_90a")
-    assert backends == ["native", "native"], "nothing of ours runs"
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert [layer.tconv_backend for layer in (model[0], model[3])] == ["kernel", "kernel"]
-    assert model[0]._tconv_packed is packed
-    assert model[0].tconv_is_frozen()
-    assert model[1].training
-    assert not model[0].training
-
-
-# Progress, errors
-
-
-def test_progress_counts_the_kernels(compiler: Compiler) -> None:
-    told: list[tuple[str, int | None, int | None]] = []
-    model, x = decoder(), torch.randn(2, 64, 8, 8)
-    report = tconv_swap.prepare(
-        model,
-        x,
-        architecture="sm_90a",
-        progress=lambda what, done, total: told.append((what, done, total)),
-    )
-    counts = [(done, total) for what, done, total in told if what == "compiling kernels"]
-    assert counts == [(one + 1, report.compiled) for one in range(report.compiled)]
-    assert told[0] == ("planning", None, None)
-
-
-def test_what_cannot_be_prepared_is_named(compiler: Compiler) -> None:
-    model = decoder()
-    with pytest.raises(ValueError, match="architecture: expected one of sm_75"):
-        tconv_swap.prepare(model, architecture="sm_1")
-    with pytest.raises(ValueError, match=r"dtypes: expected some of .*, got torch.int8"):
-        tconv_swap.prepare(model, architecture="sm_80", dtypes=[torch.int8])
-    with pytest.raises(ValueError, match=r"memory_formats: expected some of .*, got torch.preserve_format"):
-        tconv_swap.prepare(model, architecture="sm_80", memory_formats=[torch.preserve_format])
-
-
-def test_without_a_gpu_it_is_named(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="there is no GPU here; name one of sm_75"):
-        tconv_swap.prepare(decoder())
-
-
-def test_an_error_comes_when_the_others_are_compiled(compiler: Compiler) -> None:
-    model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
-    compiler.fails = "norm_forward.cu"
-    with pytest.raises(CompileError, match="it does not compile"):
-        tconv_swap.prepare(model, x, architecture="sm_90a")
-    compiler.fails = ""
-    report = tconv_swap.prepare(model, x, architecture="sm_90a")
-    assert (report.compiled, report.found > 2) == (1, True)
-
-
-def test_a_launcher_that_cannot_be_built_is_an_error(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> Path:
-        raise BuildError("no compiler")
-
-    monkeypatch.setattr(host, "build", refuse)
-    with pytest.raises(BuildError, match="no compiler"):
-        tconv_swap.prepare(decoder(), torch.randn(1, 64, 4, 4), architecture="sm_90a")
-
-
-def test_an_interruption_leaves_what_has_not_begun(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    begun = threading.Event()
-    kernels = [Kernel("common/cast.cu", "cast", (("THREADS", count),)) for count in range(50)]
-
-    def interrupt(done: int, total: int) -> None:
-        begun.set()
-        raise KeyboardInterrupt
-
-    def slowly(*given: Any) -> tuple[bytes, str]:
-        begun.wait(5 if compiler.sources else 0)
-        return compiler.compile(*given)
-
-    monkeypatch.setattr(nvrtc, "compile_cubin", slowly)
-    with pytest.raises(KeyboardInterrupt):
-        jit.compile_all(kernels, "sm_90a", interrupt)
-    assert 1 <= len(compiler.sources) <= 4
-
-
-# The command
-
-
-def test_the_command(compiler: Compiler, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 4, 2, 1), nn.BatchNorm2d(4), nn.ReLU())
-    file, target = tmp_path / "m.pt", tmp_path / "r.json"
-    torch.save(model, file)
-    options = ("--arch", "sm_90a", "--input-shape", "2,8,5,5", "--autocast", "float16", "--training")
-    result = run("prepare", file, *options, "--json", target)
-    assert result.exit_code == 0, result.output
-    assert "1 layers are ready for sm_90a" in result.stdout
-    found = json.loads(target.read_text())
-    assert (found["outcome"], found["layers"], found["compiled"]) == ("prepared", 1, len(compiler.sources))
-    assert compiler.knows("norm_backward.cu", "using Element = Half;", "using Parameter = float;")
-    again = run("prepare", file, *options)
-    assert "0 kernels compiled" in again.stdout
-    usual = run("prepare", file, "--arch", "sm_90a", "--dtype", "float16", "--channels-last", "--quiet")
-    assert (usual.exit_code, usual.stdout) == (0, "")
-    assert compiler.knows(
-        "norm_forward.cu", "using Parameter = Half;", "constexpr bool CHANNELS_LAST = true;"
-    )
-
-
-def test_the_command_says_what_it_cannot_prepare(
-    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.save(nn.Sequential(nn.Linear(3, 3)), tmp_path / "none.pt")
-    torch.save(nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), tmp_path / "m.pt")
-    assert run("prepare", tmp_path / "none.pt", "--arch", "sm_80").exit_code == 4
-    unknown = run("prepare", tmp_path / "m.pt", "--arch", "sm_1")
-    assert (unknown.exit_code, "--arch sm_1: expected one of" in unknown.stderr) == (2, True)
-    nowhere = run("prepare", tmp_path / "m.pt", "--device", "cpu")
-    assert (nowhere.exit_code, "name its --arch" in nowhere.stderr) == (2, True)
-    monkeypatch.setattr(preparation, "cache_problem", lambda: "the disk is full")
-    full = run("prepare", tmp_path / "m.pt", "--arch", "sm_90a")
-    assert (full.exit_code, "not kept: the disk is full" in full.stderr) == (5, True)
-
-
-def test_an_interrupted_command_says_what_is_kept(
-    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*arguments: object, **named: object) -> None:
-        raise KeyboardInterrupt
-
-    torch.save(nn.Sequential(nn.ConvTranspose2d(2, 2, 2)), tmp_path / "m.pt")
-    monkeypatch.setattr("tconv_swap.cli.workflow.prepare", interrupted)
-    result = run("prepare", tmp_path / "m.pt", "--arch", "sm_90a")
-    assert result.exit_code == 130
-    assert "interrupted; what was compiled until then is kept" in result.stderr

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/ tell the truth: their Python runs, their commands work, links lead somewhere."""
+"""Checks README, CONTRIBUTING and docs/: their Python runs, their commands work, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TEXTS = {
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
-#: Those that take long, or another network or machine than the one here: understood, but not carried out.
+#: Commands that take long, or that need another network or machine: they are parsed, but not run.
 LONG = ("bench", "demo", "tune")
 
 
 def commands(text: str) -> Iterator[str]:
-    """Indented lines, and lines and pieces in backticks, that begin with a program of ours."""
+    """Yields indented lines, and lines and pieces in backticks, that begin with one of our programs."""
     found = re.findall(r"^    (.+?)(?:\s+#.*)?$", text, flags=re.MULTILINE)
     found += re.findall(r"`([^`\n]+)`", text)
     for line in found:
@@ -51,7 +51,7 @@ TCONV_SWAP = [line for _, line in COMMANDS if line.startswith("tconv-swap ")]
 BENCHMARKS = [line for _, line in COMMANDS if line.startswith("python -m benchmarks.")]
 
 
-def test_the_two_lines_at_the_top_are_the_ones_ci_runs() -> None:
+def test_ci_runs_the_two_lines_at_the_top() -> None:
     lines = re.findall(r"^    (pip install .*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
     assert len(lines) == 2
     ci = (ROOT / ".ci" / "run").read_text().replace("pip install -q", "pip install")
@@ -61,17 +61,17 @@ def test_the_two_lines_at_the_top_are_the_ones_ci_runs() -> None:
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
 def test_every_python_snippet_runs(name: str) -> None:
-    """In the order of the text: a later one may use what an earlier one has made."""
+    """They run in the order of the text: a later snippet may use what an earlier one has made."""
     names: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", TEXTS[name], flags=re.DOTALL):
         exec(compile(snippet, name, "exec"), names)
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(TCONV_SWAP))
-def test_commands_of_ours_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tconv_swap_commands_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
-    # The completion is installed there, for the shell that started this: which need not be one.
+    # Completion is installed there for the shell that started this process, which may be none.
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2)), "model.pt")
@@ -85,7 +85,7 @@ def test_commands_of_ours_work(line: str, tmp_path: Path, monkeypatch: pytest.Mo
             sub.make_context(name, rest, parent=context)
         return
     network = arguments[0] not in command.commands and not arguments[0].startswith("-")
-    # The ways are timed, and some of them compiled, by the tests of ways.
+    # The tests of ways time the ways, and compile some of them.
     short = ["--dry-run" if "--way" in arguments else "--no-benchmark"] if network else []
     result = CliRunner().invoke(app, [*arguments, *short])
     assert result.exit_code == 0, result.output
@@ -110,13 +110,13 @@ def test_files_that_commands_name_are_there(name: str, line: str) -> None:
             assert (ROOT / word).exists(), f"{name}: {word}"
 
 
-def test_the_report_is_that_of_the_committed_run() -> None:
+def test_the_report_is_rendered_from_the_committed_run() -> None:
     document = json.loads(readme.RUN.read_text())
     assert "VERIFIED" in readme.rendered(document)
     assert readme.with_report(README, document) == README
 
 
-def test_the_exit_codes_are_those_of_the_help() -> None:
+def test_the_exit_codes_match_the_help() -> None:
     text = TEXTS["docs/command-line.md"]
     table = text[text.index("| exit code |") :].partition("\n\n")[0]
     documented = re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)
@@ -148,5 +148,5 @@ def test_documents_are_short() -> None:
     assert len(README.splitlines()) <= 150
     assert len(TEXTS["benchmarks/README.md"].splitlines()) <= 120
     for name, text in TEXTS.items():
-        if name.startswith("docs/kernels/"):
+        if name.startswith("docs/"):
             assert len(text.splitlines()) <= 90, name

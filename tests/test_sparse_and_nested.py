@@ -80,16 +80,14 @@ def test_from_file_to_file(network: type[nn.Module], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["coo"])
-def test_as_a_parameter(network: type[nn.Module], kind: str) -> None:
+def test_a_sparse_or_nested_parameter(network: type[nn.Module], kind: str) -> None:
     torch.save(network(HELD[kind](), parameter=True), "model.pt")
     result = run("model.pt", "--unsafe-pickle", "--device", "cpu", "--no-benchmark")
     assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("kind", HELD)
-def test_another_value_is_found_and_what_a_run_changes_is_put_back(
-    network: type[nn.Module], kind: str
-) -> None:
+def test_a_changed_value_is_found_and_a_run_is_undone(network: type[nn.Module], kind: str) -> None:
     original = network(HELD[kind]())
     swapped = swap_layers(deep_copy(original))
     x = torch.randn(2, 4, 3, 3)

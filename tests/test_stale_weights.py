@@ -1,4 +1,4 @@
-"""Weights are never stale: every way to change them shows in the next call, and undoes what ``freeze`` kept."""
+"""Weights are never stale: every way to change them shows in the next call, and unfreezes a layer if necessary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-#: One that packs its weight on CUDA, one that does not, one that is a matrix product on the CPU.
+#: A layer that packs its weight on CUDA, one that does not, and one that is a matrix product on the CPU.
 LAYERS: dict[str, dict[str, Any]] = {
     "implicit_gemm": {"arguments": (32, 32, 4, 2, 1), "input": (2, 32, 9, 10)},
     "narrow_mma": {"arguments": (16, 3, 4, 2, 1), "input": (2, 16, 9, 10)},
@@ -96,7 +96,7 @@ CHANGES = [
     load_into_the_parent,
     there_and_back,
 ]
-#: What a frozen layer cannot see; its owner has to say so.
+#: Changes that a frozen layer cannot see; the user has to call `unfreeze`.
 UNSEEN = [through_data]
 
 
@@ -137,7 +137,7 @@ def test_a_change_shows_in_the_next_call(
 
 
 class Snapshot(PackedWeight):
-    """A packed weight without a GPU: what it computes with is a copy."""
+    """A packed weight without a GPU: it computes with a copy of the weight."""
 
     kept: Tensor | None = None
 
@@ -148,7 +148,7 @@ class Snapshot(PackedWeight):
 
 @pytest.fixture
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU too, a frozen layer has something that may grow stale."""
+    """Gives a frozen layer on the CPU something that can become stale."""
     plain = layer_state.may_use_packed
     monkeypatch.setattr(
         layer_state,
@@ -223,7 +223,7 @@ def test_a_replayed_graph_sees_the_change(
 # freeze and unfreeze
 
 
-def test_freeze_wants_eval_mode() -> None:
+def test_freeze_requires_eval_mode() -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(2, 3, 2)))
     with pytest.raises(ValueError, match=r"model.eval\(\)"):
         tconv_swap.freeze(model)
@@ -244,7 +244,7 @@ def test_freeze_wants_eval_mode() -> None:
         tconv_swap.unswap_layers,
     ],
 )
-def test_what_undoes_it(undo: Callable[[nn.Module], Any]) -> None:
+def test_operations_that_unfreeze(undo: Callable[[nn.Module], Any]) -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(2, 3, 2))).eval()
     tconv_swap.freeze(model).eval()
     assert "_tconv_packed" in vars(model[0])
@@ -253,7 +253,7 @@ def test_what_undoes_it(undo: Callable[[nn.Module], Any]) -> None:
 
 
 class Subclass(nn.ConvTranspose2d):
-    """In this module, for the unpickler to find."""
+    """Defined in this module so that the unpickler finds it."""
 
 
 @pytest.mark.parametrize("cls", [nn.ConvTranspose2d, Subclass])
@@ -283,7 +283,7 @@ def test_a_parametrized_weight_is_never_frozen() -> None:
     assert "_tconv_packed" not in vars(tconv_swap.freeze(unseen))
 
 
-def test_changes_that_show() -> None:
+def test_changes_of_a_weight_are_noticed() -> None:
     weight = nn.Parameter(torch.randn(2, 3, 2, 2))
     kept = PackedWeight(weight)
     assert kept.is_unchanged()
@@ -299,7 +299,7 @@ def test_changes_that_show() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_plan_without_its_packing(dtype: torch.dtype) -> None:
+def test_a_plan_without_its_packing_launch(dtype: torch.dtype) -> None:
     splits = 0
     narrow = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), 4)
     for geometry in (DCGAN, narrow, Geometry(8, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))):
@@ -315,7 +315,7 @@ def test_a_plan_without_its_packing(dtype: torch.dtype) -> None:
         assert packing.launches[0].arguments == (input_(1), output(0))
         first = going_on.launches[0]
         assert any(input_(1) in one.arguments for one in going_on.launches)
-        # It may not begin before what computes its input has ended.
+        # It may not begin before the computation of its input has ended.
         assert not first.overlaps_previous
         for one in going_on.launches:
             for argument in one.arguments:
@@ -325,7 +325,7 @@ def test_a_plan_without_its_packing(dtype: torch.dtype) -> None:
     assert splits, "no plan with partial sums among these"
 
 
-def test_plans_that_do_not_pack_have_nothing_to_keep() -> None:
+def test_plans_without_packing_are_not_frozen() -> None:
     rgb = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
     depthwise = Geometry(2, 21, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
     for geometry, dtype in ((rgb, torch.float64), (depthwise, torch.float32)):
@@ -361,7 +361,7 @@ def test_a_frozen_layer_gives_the_same_bits(
             with monkeypatch.context() as patched:
                 patched.setattr(packed.launch, "add_plan", spy)
                 assert torch.equal(layer(x), usual)
-                # The layer that computes the input runs just before: nothing may begin too early.
+                # The layer that computes the input runs just before: no kernel may begin too early.
                 for _ in range(20):
                     torch.full_like(usual, float("nan"))
                     assert torch.equal(layer(x * 1), usual)

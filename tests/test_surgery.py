@@ -1,4 +1,4 @@
-"""The swap: what it changes, that nothing else changes, and that it can be undone."""
+"""The swap: it changes the class and nothing else, and it can be undone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_changes_nothing_but_the_class() -> None:
     assert model.heads[1].training
 
 
-def test_hooks_of_every_kind_go_on() -> None:
+def test_hooks_of_every_kind_still_run() -> None:
     model = nn.Sequential(up())
     seen: list[str] = []
     model[0].register_forward_pre_hook(lambda *_: seen.append("before"))
@@ -85,7 +85,7 @@ def test_hooks_of_every_kind_go_on() -> None:
     assert sorted(seen) == ["after", "backward", "before", "weight"]
 
 
-def test_optimizer_made_before_goes_on_with_its_momentum() -> None:
+def test_an_earlier_optimizer_keeps_its_momentum() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(up(), nn.ReLU(), up(4, 1)).double()
     twin = copy.deepcopy(model)
@@ -128,7 +128,7 @@ def test_layers_that_are_ours_stay_ours_whatever_the_patterns() -> None:
     assert swapped_names(model) == NAMES
 
 
-def test_not_in_place_leaves_the_original() -> None:
+def test_swapping_a_copy_leaves_the_original() -> None:
     model = Net()
     result = swap_layers(model, inplace=False)
     assert result is not model
@@ -174,7 +174,7 @@ def test_an_error_while_copying_leaves_the_model_untouched() -> None:
 
 
 class Frozen(nn.ConvTranspose2d):
-    """Refuses to be changed, once built."""
+    """Refuses to be changed after its construction."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "frozen" in vars(self):
@@ -192,7 +192,7 @@ def test_a_layer_that_refuses_assignments_does_not_stop_the_swap_half_way() -> N
 
 
 @pytest.mark.parametrize("function", [plan_swap, swap_layers, unswap_layers])
-def test_a_model_is_a_module(function: Callable[[Any], Any]) -> None:
+def test_anything_but_a_module_is_refused(function: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"model: expected an nn\.Module, got OrderedDict"):
         function(Net().state_dict())
 
@@ -234,7 +234,7 @@ def test_unswap_is_the_inverse() -> None:
     assert swapped_names(model) == []
 
 
-def test_unswap_not_in_place_leaves_the_swapped_model() -> None:
+def test_unswapping_a_copy_leaves_the_swapped_model() -> None:
     model = swap_layers(Net())
     plain = unswap_layers(model, inplace=False)
     assert swapped_names(plain) == []
@@ -242,7 +242,7 @@ def test_unswap_not_in_place_leaves_the_swapped_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_moves_between_dtypes_after_the_swap() -> None:
+def test_a_swapped_layer_can_change_its_dtype() -> None:
     model = swap_layers(nn.Sequential(up(), up(4, 2, kernel_size=3)))
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
         model.to(dtype)

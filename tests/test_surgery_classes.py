@@ -1,4 +1,4 @@
-"""Layers that are not simply nn.ConvTranspose2d: subclasses, parametrizations, norms by hook, pruning."""
+"""Layers that are not plain nn.ConvTranspose2d: subclasses, parametrizations, norms by hook, pruning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("error::tconv_swap.surgery.SwapWarning")
 
 
 class Named(nn.ConvTranspose2d):
-    """Has everything of its own but a forward."""
+    """Overrides everything except forward."""
 
     def __init__(self, *args: Any, label: str) -> None:
         super().__init__(*args)
@@ -148,7 +148,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_a_swap_computes_no_parametrization_and_a_forward_each_once() -> None:
+def test_a_swap_computes_no_parametrization_and_a_forward_computes_each_once() -> None:
     layer, counts = up(), {"weight": Counting(), "bias": Counting()}
     for name, counting in counts.items():
         parametrize.register_parametrization(layer, name, counting)
@@ -175,7 +175,7 @@ def test_parametrized_unswaps_while_parametrized() -> None:
     assert type(model[0]) is nn.ConvTranspose2d
 
 
-def test_parametrized_not_in_place_leaves_the_original() -> None:
+def test_swapping_a_copy_leaves_the_parametrized_original() -> None:
     model = nn.Sequential(halved(up()))
     cls = type(model[0])
     result = swap_layers(model, inplace=False)

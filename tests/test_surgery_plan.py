@@ -1,4 +1,4 @@
-"""The plan: which layers are found, which patterns choose, what is left and why."""
+"""The plan: which layers are found, which patterns select them, which are left and why."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_plan_as_plain_values() -> None:
         (nn.LazyConvTranspose2d(4, 2), "?->4 k2 bias"),
     ],
 )
-def test_geometry_in_short(layer: nn.Module, geometry: str) -> None:
+def test_the_short_form_of_a_geometry(layer: nn.Module, geometry: str) -> None:
     assert plan_swap(layer).layers[0].geometry == geometry
 
 
@@ -253,7 +253,7 @@ def reference_quantized() -> nn.Module:
         (
             lambda: nn.ConvTranspose1d(4, 4, 2),
             "ConvTranspose1d",
-            "1-D; only 2-D layers are swapped unless include_1d (--include-1d) asks for it",
+            "1-D; only 2-D layers are swapped without include_1d (--include-1d)",
         ),
         (lambda: nn.ConvTranspose3d(4, 4, 2), "ConvTranspose3d", "3-D; only 2-D layers are swapped"),
         (
@@ -273,7 +273,7 @@ def reference_quantized() -> nn.Module:
         ),
     ],
 )
-def test_left_with_the_reason(make: Callable[[], nn.Module], kind: str, reason: str) -> None:
+def test_layers_that_are_left_have_a_reason(make: Callable[[], nn.Module], kind: str, reason: str) -> None:
     layer = make()
     cls = type(layer)
     model = nn.ModuleDict({"first": up(), "odd": layer, "last": up()})

@@ -1,4 +1,5 @@
-"""Networks inside something: DataParallel, DistributedDataParallel, FSDP2, torch.compile; own forwards."""
+"""Networks inside wrappers: DataParallel, DistributedDataParallel, FSDP2, torch.compile; subclasses with own
+forwards."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 def graphs_of(model: nn.Module) -> tuple[Any, list[list[str]]]:
-    """The network compiled, and the functions in each graph that it was compiled to."""
+    """Returns the compiled network, and the functions in each graph that it was compiled to."""
     graphs: list[list[str]] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
@@ -127,7 +128,7 @@ def test_filter_fn_insists_on_a_subclass_with_its_own_forward(monkeypatch: pytes
         assert len(calls) == 2
     report = verify(unswap_layers(model, inplace=False), model, x)
     assert report.passed, report.failures
-    note = "layer 1 has a forward of its own (Scaled): compared within the network alone"
+    note = "layer 1 has a forward of its own (Scaled): it is compared within the network only"
     assert report.notes.count(note) == 1
     assert {c.name for c in report.checks if c.kind == "layer_output"} == {"0"}
     unswap_layers(model)

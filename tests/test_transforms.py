@@ -1,4 +1,4 @@
-"""torch.func and forward-mode derivatives against PyTorch's layer: a missing rule would be a silent zero."""
+"""Compares torch.func and forward-mode derivatives with PyTorch's layer: a missing rule would give a silent zero."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ByOp(nn.Module):
 
 @pytest.fixture(params=["layer", "formulated", "op"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The layer; the layer where the CPU has a formulation other than PyTorch's; the torch op."""
+    """Runs each test with the layer, with a CPU formulation other than PyTorch's, and with the torch op."""
     if request.param == "formulated":
         monkeypatch.setattr(op, "is_plain", lambda *_: False)
     return request.param
@@ -41,7 +41,7 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(params=DEVICES)
 def models(request: pytest.FixtureRequest, how: str) -> tuple[nn.Module, nn.Module, Tensor]:
-    """PyTorch's, ours, an input; float64."""
+    """Returns PyTorch's layer, ours and an input, all float64."""
     torch.manual_seed(0)
     theirs = nn.ConvTranspose2d(4, 6, (3, 4), (2, 1), (1, 2), (1, 0), groups=2, dilation=(1, 2)).double()
     theirs.to(request.param)
@@ -78,7 +78,7 @@ def tangent_of_dual(model: nn.Module, x: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def tangent_of_gradient(model: nn.Module, x: Tensor) -> Any:
-    """Forward over reverse, where the forward pass ran before the level began."""
+    """Computes forward over reverse where the forward pass ran before the level began."""
     x = x.clone().requires_grad_()
     y = model(x)
     with forward_ad.dual_level():
@@ -118,7 +118,9 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_as_pytorch(models: tuple[nn.Module, nn.Module, Tensor], transform: str) -> None:
+def test_transforms_give_pytorchs_results(
+    models: tuple[nn.Module, nn.Module, Tensor], transform: str
+) -> None:
     theirs, ours, x = models
     expected = TRANSFORMS[transform](theirs, x)
     leaves = torch.utils._pytree.tree_leaves(expected)
@@ -131,7 +133,7 @@ def test_as_pytorch(models: tuple[nn.Module, nn.Module, Tensor], transform: str)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transform", ["jvp", "per-sample gradients", "jacrev"])
-def test_compiled(transform: str) -> None:
+def test_compiled_transforms_give_pytorchs_results(transform: str) -> None:
     theirs = nn.ConvTranspose2d(4, 3, 3, 2)
     ours = swap_layers(theirs, inplace=False)
     x = torch.randn(2, 4, 3, 3)
@@ -141,8 +143,8 @@ def test_compiled(transform: str) -> None:
     torch.testing.assert_close(compiled(x), function(theirs, x))
 
 
-def test_what_is_differentiated_stays_differentiable() -> None:
-    """gradcheck with forward mode and batched gradients, which use the rules above, of the op and its backward."""
+def test_gradients_can_be_differentiated_again() -> None:
+    """gradcheck with forward mode and batched gradients uses the rules above, of the op and of its backward."""
     torch.manual_seed(0)
     x, w, b = (
         torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((1, 2, 2, 2), (2, 1, 2, 3), (2,))

@@ -1,4 +1,4 @@
-"""``tune``: the file of winners, the choice that follows it, the report; the measuring itself on a GPU."""
+"""``tune``: the file of winners, the choice by them, and the report; the measurement itself on a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
 # The file
 
 
-def test_what_is_kept_is_read_again_and_added_to(machine: dict[str, str], tmp_path: Path) -> None:
+def test_winners_are_read_again_and_new_ones_are_added(machine: dict[str, str], tmp_path: Path) -> None:
     assert tuned.winners(0) == {}
     path = tuned.keep(0, WINNERS)
     assert tuned.winners(0) == WINNERS
@@ -57,7 +57,7 @@ def test_what_is_kept_is_read_again_and_added_to(machine: dict[str, str], tmp_pa
 
 
 @pytest.mark.parametrize("changed", ["compute_capability", "driver", "torch", "cudnn", "kernels"])
-def test_winners_of_other_circumstances_are_not_used_and_it_is_said_once(
+def test_winners_of_another_machine_are_not_used_with_one_warning(
     changed: str, machine: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tuned.keep(0, WINNERS)
@@ -101,7 +101,7 @@ def test_a_corrupt_file_is_ignored_with_one_warning_and_overwritten(
     assert tuned.winners(0) == WINNERS
 
 
-def test_the_key_says_everything_that_makes_a_problem() -> None:
+def test_the_key_contains_every_field_of_a_problem() -> None:
     problems = [
         PROBLEM,
         plan.Problem(DCGAN.with_batch(64), torch.float16, "ieee", False, False),
@@ -119,7 +119,7 @@ def test_the_key_says_everything_that_makes_a_problem() -> None:
     assert KEY == "forward with bias: 128x128x16x16, 128->64 k4 s2 p1, float16 contiguous"
 
 
-def test_the_sources_are_those_of_planners_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_covers_planners_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     before = tuned._sources.__wrapped__()
     assert before == tuned._sources.__wrapped__()
     monkeypatch.setattr(tuned.jit, "sources_digest", lambda: b"another kernel")
@@ -169,7 +169,7 @@ def test_the_winner_among_our_plans_is_used() -> None:
     assert choose_forward(PROBLEM, False, H200, "auto", winners).plan != candidates[2]
 
 
-def test_pytorch_wins_under_auto_alone() -> None:
+def test_pytorchs_operator_is_chosen_only_under_auto() -> None:
     candidates = plan.forward_candidates(PROBLEM, True, H200, 8)
     winners = {KEY: Winner(True, candidates[1].digest, "tuned: PyTorch's 4 us")}
     auto = choose_forward(PROBLEM, True, H200, "auto", winners)
@@ -177,13 +177,13 @@ def test_pytorch_wins_under_auto_alone() -> None:
     assert choose_forward(PROBLEM, True, H200, "kernel", winners).plan == candidates[1]
 
 
-def test_a_winner_that_is_no_candidate_any_more_is_passed_over() -> None:
+def test_a_winner_that_is_no_longer_a_candidate_is_ignored() -> None:
     winners = {KEY: Winner(False, "gone", "tuned")}
     step = choose_forward(PROBLEM, True, H200, "auto", winners)
     assert step == choose_forward(PROBLEM, True, H200, "auto")
 
 
-def test_gradients_are_chosen_apart(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_chosen_separately(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_grad_input", lambda p, d: general.plan_grad_input(p))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
@@ -207,7 +207,7 @@ def test_gradients_are_chosen_apart(plans_anew: None, monkeypatch: pytest.Monkey
 # The report
 
 
-def test_the_default_stays_where_another_is_not_clearly_faster() -> None:
+def test_the_default_stays_if_no_candidate_is_clearly_faster() -> None:
     assert _fastest({0: 100.0, 1: 98.0, 2: 99.0}, [0, 1, 2]) == 0
     assert _fastest({0: 100.0, 1: 90.0, 2: 89.0}, [0, 1, 2]) == 1
     assert _fastest({0: 100.0, 1: 90.0, 2: 89.0}, [2, 0, 1]) == 2
@@ -281,7 +281,7 @@ def test_tuning_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     kept = tuned.winners(torch.cuda.current_device())
     assert set(kept) == {problem.problem for problem in report.problems}
     torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-2)
-    # What was chosen is what runs.
+    # The chosen candidate is what runs.
     steps = []
     real = call.choice.choose_forward
 

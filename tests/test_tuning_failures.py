@@ -1,4 +1,4 @@
-"""``tune`` where something does not run, cannot be kept or is interrupted, with a GPU that is pretended."""
+"""``tune`` if something does not run, cannot be kept or is interrupted, with a pretended GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNKNOWN = TunedProblem(
 
 
 class Measured:
-    """What runs, by its number; PyTorch's operator is the last and, at 1 us, the fastest."""
+    """Maps each candidate's number to what runs; PyTorch's operator is the last and, at 1 us, the fastest."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fails: set[str] = set()
@@ -74,7 +74,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     return Measured(monkeypatch)
 
 
-def test_pytorchs_operator_may_fail_as_every_candidate_may(measured: Measured) -> None:
+def test_pytorchs_operator_may_fail_like_any_candidate(measured: Measured) -> None:
     measured.fails = {NATIVE}
     measured.results = {measured.plans[1].digest: 2.0}
     problem, winner = tuning.measure_problem(POSED, 3, 0.1)
@@ -88,14 +88,14 @@ def test_pytorchs_operator_may_fail_as_every_candidate_may(measured: Measured) -
     assert math.isnan(problem.speedup_over_pytorch)
 
 
-def test_where_nothing_runs_nothing_wins(measured: Measured) -> None:
+def test_there_is_no_winner_if_nothing_runs(measured: Measured) -> None:
     measured.fails = {NATIVE, *(made.digest for made in measured.plans)}
     problem, winner = tuning.measure_problem(POSED, 3, 0.1)
     assert winner is None
     assert all("out of memory" in candidate.failure for candidate in problem.candidates)
 
 
-def test_what_is_not_known_is_null_in_json_and_unknown_in_text() -> None:
+def test_unknown_times_are_null_in_json_and_unknown_in_text() -> None:
     report = TuneReport("GPU", (UNKNOWN,), "/x.json")
     (problem,) = json.loads(json.dumps(report.to_dict(), allow_nan=False))["problems"]
     assert (problem["speedup_over_default"], problem["speedup_over_pytorch"]) == (None, 1.0)
@@ -110,7 +110,7 @@ LAYER = nn.Sequential(tconv_swap.ConvTranspose2d(2, 2, 2))
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Winner]:
-    """Two problems are met; what is kept of them."""
+    """Two problems are tuned; returns what is kept of them."""
     found: dict[str, Winner] = {}
     monkeypatch.setattr(tuning, "_collect", lambda *_: [POSED, POSED._replace(has_bias=True)])
     monkeypatch.setattr(tuning, "_name", lambda device: "GPU")
@@ -141,7 +141,7 @@ def test_an_interruption_keeps_what_is_measured(
     assert set(kept) == {tuned.problem_key(PROBLEM, (), False)}
 
 
-def test_cudnn_tries_its_algorithms_meanwhile(measured: Measured, kept: dict[str, Winner]) -> None:
+def test_cudnn_benchmark_is_on_while_tuning(measured: Measured, kept: dict[str, Winner]) -> None:
     before = torch.backends.cudnn.benchmark
     report = tconv_swap.tune(LAYER, torch.randn(1, 2, 2, 2))
     assert len(kept) == len(report.problems) == 2
@@ -150,7 +150,7 @@ def test_cudnn_tries_its_algorithms_meanwhile(measured: Measured, kept: dict[str
     assert torch.backends.cudnn.benchmark == before
 
 
-def test_a_report_comes_of_what_cannot_be_kept(
+def test_a_report_is_returned_if_winners_cannot_be_kept(
     measured: Measured,
     kept: dict[str, Winner],
     monkeypatch: pytest.MonkeyPatch,
@@ -167,7 +167,7 @@ def test_a_report_comes_of_what_cannot_be_kept(
     assert str(tuned.path_for({"gpu": "GPU"})) in report.not_kept
     assert "not kept: " in str(report)
     assert [record.getMessage() for record in caplog.records] == [
-        f"what was tuned is not kept: {report.not_kept}"
+        f"the winners of the tuning are not kept: {report.not_kept}"
     ]
 
 
@@ -180,7 +180,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "m.pt"
 
 
-def test_the_command_writes_what_is_not_known(
+def test_the_tune_command_writes_unknown_times(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workflow, "tune_layers", lambda *_: TuneReport("GPU", (UNKNOWN,), "/x.json"))
@@ -189,7 +189,7 @@ def test_the_command_writes_what_is_not_known(
     assert problem["speedup_over_default"] is None
 
 
-def test_the_command_says_what_is_not_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tune_command_says_what_is_not_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = TuneReport("GPU", (UNKNOWN,), None, "/x.json: Disk quota exceeded")
     monkeypatch.setattr(workflow, "tune_layers", lambda *_: report)
     result = run("tune", file, "--json", "-", "--quiet")

@@ -180,4 +180,4 @@ def evaluated(
         return None
     words = block_words(*geometry, eps, *applied)
     output: Tensor | None = block_output(x, weight, bias, *vectors, words, layer.tconv_backend)
-    return None if output is None else layer.tconv_shaped(output)
+    return None if output is None else layer.tconv_reshape_output(output)

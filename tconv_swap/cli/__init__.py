@@ -1,4 +1,4 @@
-"""The command line. The library does not import it."""
+"""Holds the command line. The library does not import it."""
 
 from tconv_swap.cli.application import app, main
 

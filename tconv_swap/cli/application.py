@@ -1,8 +1,8 @@
-"""The command line: `tconv-swap model.pt --out fast.pt`, and subcommands.
+"""Defines the program `tconv-swap model.pt --out fast.pt` and its subcommands.
 
-Options become a request; what comes of it becomes a report, JSON and an exit code. A first argument that is no
-subcommand belongs to `swap`, so the word can be left out; a file that is called like a subcommand is given as `./demo`
-or `swap demo`.
+Options become a request; its result becomes a report, JSON and an exit code. If the first argument is no subcommand,
+the arguments belong to `swap`, so this word can be left out. A file that has the name of a subcommand is given as
+`./demo` or `swap demo`.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ from tconv_swap.cli.commands import bench, cache, demo, doctor, explain, prepare
 from tconv_swap.cli.console import prepare_streams, print_error
 from tconv_swap.cli.invocation import Invocation
 from tconv_swap.cli.outcome import EXIT_CODES, Interrupted, leave, unwritable
-from tconv_swap.interruption import end_at_signals, ignore_signals, is_obeyed, obey_signals, received
+from tconv_swap.interruption import (
+    end_at_signals,
+    handlers_are_installed,
+    ignore_signals,
+    raise_at_signals,
+    received,
+)
 from tconv_swap.version import __version__
 
 DEFAULT_COMMAND = "swap"
 
 
 class SwapByDefault(TyperGroup):
-    """Gives its arguments to `swap` unless they start with a subcommand, misspelt or not, or an option of the group
-    itself."""
+    """Passes the arguments to `swap`, unless they start with a subcommand, perhaps misspelt, or with an option of the
+    group itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         invocation = ctx.obj = Invocation(tuple(self.commands))
-        # A misspelt word alone may also be a missing file: `swap` reports it, with the command that was probably
-        # meant.
+        # A single misspelt word may also be a missing file: `swap` reports it, and names the command that the user
+        # probably meant.
         misspelt = len(args) > 1 and args[0].isalpha() and invocation.near_command(args[0])
         if args and args[0] not in self.commands and args[0] not in own and not misspelt:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs a command. If a signal ends it, the error names the files that were written; typer would say
+        """Runs a command. If a signal ends it, the error names the files that were written; typer would print
         nothing."""
-        if is_obeyed():
-            obey_signals()
+        if handlers_are_installed():
+            raise_at_signals()
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, SystemExit) as error:
@@ -65,12 +71,12 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the `tconv-swap` script."""
+    """Runs the `tconv-swap` script."""
     end_at_signals()
     prepare_streams()
     try:
         app(prog_name="tconv-swap")
-    except OSError as error:  # typer's own words, such as --help
+    except OSError as error:  # raised where typer itself prints, such as --help
         failure = unwritable(error)
         print_error(str(failure))
         sys.exit(int(failure.code))

@@ -18,19 +18,18 @@ _STAGES = {"forward": "evaluation", "step": "forward and backward"}
 
 
 class BlockChoice:
-    """The choice for one network. ``left``: by the dotted names of their norms, the blocks that are left out, and
-    why."""
+    """The choice for one network. ``left_out``: the reasons, by the dotted names of the blocks' norms."""
 
     def __init__(self, plan: SwapPlan) -> None:
-        self.left: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
         self._names = [block.name for block in plan.blocks if block.swap]
         self.times = BlockTimes()
 
     def leave_slower(
         self, original: nn.Module, swapped: nn.Module, inputs: Inputs, request: Request, progress: Progress
     ) -> bool:
-        """Times the blocks by themselves, if the request times anything, and leaves out what is slower, beyond noise,
-        in evaluation or in training; whether that is any, so that ``swapped`` is to be made again."""
+        """Times each block by itself, if the request times anything. Leaves out blocks that are slower, beyond noise,
+        in evaluation or in training. Returns whether there are any, so that ``swapped`` has to be made again."""
         if not self._names:
             return False
         self.times = time_blocks(
@@ -50,12 +49,12 @@ class BlockChoice:
                 slower.setdefault(timed.name, []).append(
                     f"{_STAGES[timed.stage]} takes {ours} ms, PyTorch's {theirs} ms"
                 )
-        self.left |= {name: f"slower by itself: {'; '.join(why)}" for name, why in slower.items()}
+        self.left_out |= {name: f"slower by itself: {'; '.join(why)}" for name, why in slower.items()}
         return bool(slower)
 
     def leave_failing(self, verification: VerifyReport) -> bool:
-        """Leaves out the blocks whose own comparisons fail, or, where a network fails and none of them does, all that
-        our kernels compute; whether that is any, so that there is something to verify again."""
+        """Leaves out the blocks whose own comparisons fail; if a network fails and none of its blocks does, all that
+        our kernels compute. Returns whether there are any, so that the network has to be verified again."""
         remaining = [name for name in self._remaining() if self._may_be_ours(name)]
         if verification.passed or not remaining:
             return False
@@ -67,12 +66,11 @@ class BlockChoice:
             if not check.passed and check.name in (name, *_buffers(name))
         }
         why = "the network does not verify with it, and no block by itself fails"
-        self.left |= failing or dict.fromkeys(remaining, why)
+        self.left_out |= failing or dict.fromkeys(remaining, why)
         return True
 
     def notes(self, device: torch.device) -> list[str]:
-        """Returns what users should know about the times, and about blocks that our kernels do not compute on
-        these inputs."""
+        """Returns notes for the user on the times, and on blocks that our kernels do not compute on these inputs."""
         others = [name for name in self._remaining() if not self._may_be_ours(name)]
         if not others:
             return self.times.notes
@@ -81,11 +79,11 @@ class BlockChoice:
         return [
             *self.times.notes,
             f"on {device.type} PyTorch's modules compute norms and activations; our kernels for {len(others)} of them, "
-            "on CUDA alone, were neither verified nor timed",
+            "on CUDA only, were neither verified nor timed",
         ]
 
     def _remaining(self) -> Iterator[str]:
-        return (name for name in self._names if name not in self.left)
+        return (name for name in self._names if name not in self.left_out)
 
     def _may_be_ours(self, name: str) -> bool:
         return name in self.times.computed or not self.times.complete

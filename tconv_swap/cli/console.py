@@ -1,4 +1,4 @@
-"""What the command line says on stderr while it works: progress, warnings, log records, the final error."""
+"""Prints on stderr while a command works: progress, warnings, log records, the final error."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Progress:
         self._total: int | None = None
 
     def __call__(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Show what comes next.
+        """Shows the next step.
 
         Args:
-            text: in a few words; the first says what kind of work it is.
+            text: a few words, of which the first names the kind of work.
             done, total: how much of this kind of work is done, and how much there is in total; None if unknown.
 
         Raises:
-            KeyboardInterrupt, SystemExit: a signal has come, and foreign code swallowed its exception.
+            KeyboardInterrupt, SystemExit: a signal has come, and other code caught its exception.
         """
         raise_again()
         text = printable(text)
         if self._console.is_terminal:
             self._show(text, done, total)
             return
-        # In a log, one line per layer would hide the rest.
+        # In a log, one line per layer would make the rest hard to find.
         topic = text.split(" ", 1)[0]
         if topic != self._last_topic:
             self.line(topic if total is not None else text)
@@ -55,7 +55,7 @@ class Progress:
         if self._shown is None or total != self._total:
             # Each kind of work has its own bar, since the time left is computed from the time spent.
             self.stop()
-            columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), _Words()]
+            columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), _PlainText()]
             if total is not None:
                 columns += [
                     progress.BarColumn(bar_width=24),
@@ -69,23 +69,23 @@ class Progress:
         self._shown.update(self._shown.task_ids[0], description=text, completed=done)
 
     def detail(self, text: str) -> None:
-        """Show a step of the current work, on a terminal only."""
+        """Shows a step of the current work, on a terminal only."""
         if self._shown is not None:
             self._shown.update(self._shown.task_ids[0], description=printable(text))
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Prints a line that stays."""
         self._console.print(Text(f"tconv-swap: {printable(text)}"), soft_wrap=True)
 
     def stop(self) -> None:
-        """Remove the bar."""
+        """Removes the bar."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
 
 
-class _Words(progress.ProgressColumn):
-    """Shows the description as plain text: foreign names in it are not markup."""
+class _PlainText(progress.ProgressColumn):
+    """Shows the description as plain text: names from the user's file are not markup."""
 
     def render(self, task: progress.Task) -> Text:
         return Text(task.description, overflow="ellipsis", no_wrap=True)
@@ -118,23 +118,23 @@ def progress_shown(*, quiet: bool) -> Iterator[Progress]:
 
 
 def print_error(text: str) -> None:
-    """Print the one line on stderr that says why there is no result, even if quiet."""
+    """Prints the one line on stderr that says why there is no result, even if quiet."""
     sys.stderr.write(f"tconv-swap: error: {printable(text)}\n")
 
 
 def prepare_streams() -> None:
-    """Make sure that printing cannot fail because of the encoding, a closed pipe or a missing width."""
+    """Makes sure that printing cannot fail because of the encoding, a closed pipe or a missing width."""
     # If a stream is closed at the start (`>&-`), Python sets it to None, and the next file that is opened gets its
-    # number. A read-only stdout makes printing fail, as it should; errors on stderr have no reader, so they are
-    # discarded.
+    # number. With a read-only stdout printing fails, as it should. Nobody can read errors on a closed stderr, so they
+    # are discarded.
     if sys.stdout is None:
         sys.stdout = _open(os.O_RDONLY)
     if sys.stderr is None:
         sys.stderr = _open(os.O_WRONLY)
-    # If a reader such as `| head` has gone, the result is still valid, so the exit code stays. So it does if stderr
-    # cannot be written.
-    sys.stdout = _losing(sys.stdout, BrokenPipeError)
-    sys.stderr = _losing(sys.stderr, OSError)
+    # If the reader of a pipe has ended, such as `| head`, the result is still valid, so the exit code does not change.
+    # It does not change either if stderr cannot be written.
+    sys.stdout = _discarding(sys.stdout, BrokenPipeError)
+    sys.stderr = _discarding(sys.stderr, OSError)
     # A terminal of unknown width reports 0, for which rich would print nothing.
     columns = os.environ.get("COLUMNS", "1")
     if not (columns.isdecimal() and int(columns) > 0):
@@ -142,15 +142,15 @@ def prepare_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """Discard what stdout cannot take: Python would try again at exit, and fail with an exit code of its own."""
+    """Discards what stdout cannot take: Python would try again at exit, and fail with another exit code."""
     with contextlib.suppress(OSError, ValueError):
-        _lose(sys.stdout.fileno())
+        _discard(sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def stdout_kept() -> Iterator[None]:
-    """Inside, everything printed to stdout goes to stderr: output of a foreign forward must not get into the report
-    or JSON.
+    """Sends everything that is printed to stdout inside to stderr: the output of the network's own code must not get
+    into the report or the JSON.
 
     This includes the output of native code and of subprocesses.
     """
@@ -181,19 +181,19 @@ def _open(flags: int) -> TextIO:
     return open(os.open(os.devnull, flags), "w", encoding="utf-8", closefd=False)
 
 
-def _losing(stream: TextIO, what: type[OSError]) -> TextIO:
-    """Returns the same stream, except that an error of this class discards the output from there on, and that
-    letters which the encoding lacks are escaped; Python would raise in the middle of the output."""
+def _discarding(stream: TextIO, what: type[OSError]) -> TextIO:
+    """Returns the same stream, except that an error of this class discards all further output, and that characters
+    which the encoding lacks are escaped. Python would raise in the middle of the output."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
-    raw = _LosingFile(stream.fileno(), what)
+    raw = _DiscardingFile(stream.fileno(), what)
     # Every line on stderr appears at once.
     lines = raw.isatty() or stream is sys.stderr
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=lines)
 
 
-class _LosingFile(io.FileIO):
+class _DiscardingFile(io.FileIO):
     def __init__(self, descriptor: int, what: type[OSError]) -> None:
         # Python's own stream closes it.
         super().__init__(descriptor, "w", closefd=False)
@@ -203,11 +203,11 @@ class _LosingFile(io.FileIO):
         try:
             return super().write(data)
         except self._what:
-            _lose(self.fileno())
+            _discard(self.fileno())
             return len(data)
 
 
-def _lose(descriptor: int) -> None:
+def _discard(descriptor: int) -> None:
     """Discards everything that is written to the descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)

@@ -1,7 +1,7 @@
-"""Makes commands of dataclasses, so that an option is declared once, with the type of the field that takes it.
+"""Makes commands from dataclasses, so that an option is declared once, with the type of the field that holds it.
 
-`Annotated[type, option(...)]` says how a field is given; `expanded` turns the dataclasses that a function takes into
-the parameters of its command.
+`Annotated[type, option(...)]` declares how a field is given; `expanded` turns the dataclasses that a function takes
+into the parameters of its command.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tconv_swap.cli.invocation import Invocation
 
 
 class Declared(NamedTuple):
-    """How a field is given on the command line.
+    """The declaration of a field on the command line.
 
     Attributes:
-        name: what an error calls it, such as `--device`.
+        name: the name in error messages, such as `--device`.
         shown: typer's declaration: names, help, metavar, limits.
         given: the type that typer reads. None: the type of the field, or text if there is a `parse`.
         parse: turns each given value into what the field holds.
@@ -42,26 +42,26 @@ def option(
     is_negated: bool = False,
     **shown: Any,
 ) -> Declared:
-    """Declares an option. It may be repeated if the type of the field is a tuple.
+    """Declares an option. The option may be repeated if the type of the field is a tuple.
 
     Args:
-        names: such as `--out`, `-o`.
-        given, parse, is_negated: see `Declared`. `parse` raises ValueError or RuntimeError for what it refuses.
-        shown: what `typer.Option` takes.
+        names: the names of the option, such as `--out`, `-o`.
+        given, parse, is_negated: see `Declared`. `parse` raises ValueError or RuntimeError for a value that it refuses.
+        shown: arguments for `typer.Option`.
     """
     return Declared(names[0], typer.Option(*names, **shown), given, parse, is_negated)
 
 
 def argument(metavar: str, **shown: Any) -> Declared:
-    """Declares an argument; takes what `typer.Argument` takes."""
+    """Declares an argument; takes the arguments of `typer.Argument`."""
     return Declared(metavar, typer.Argument(metavar=metavar, **shown))
 
 
 def expanded(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a command of a function whose parameters are dataclasses: each declared field becomes an option.
+    """Makes a command from a function whose parameters are dataclasses: each declared field becomes an option.
 
-    A field that is not declared keeps its default, and so does one named in `without`. A field of the type
-    `Invocation` gets that of the current run. A ValueError from a dataclass becomes a usage error.
+    A field that is not declared keeps its default, and so does a field named in `without`. A field of the type
+    `Invocation` gets the one of the current run. A ValueError from a dataclass becomes a usage error.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -127,7 +127,7 @@ def _parameter(field: dataclasses.Field[Any], declared: Declared, kind: Any) -> 
 
 
 def _value(given: Any, field: dataclasses.Field[Any], declared: Declared, kind: Any) -> Any:
-    """Returns what the field holds if `given` was on the command line."""
+    """Returns the value of the field if `given` was on the command line."""
     if declared.is_negated:
         return not given
     if _is_repeated(kind):

@@ -36,16 +36,16 @@ def dcgan_generator() -> nn.Sequential:
 
 
 def input_shape(device: torch.device) -> tuple[int, ...]:
-    """Returns the shape of a training batch on a GPU; on a CPU, of one that two cores compute in seconds."""
+    """Returns the shape of a training batch on a GPU; on a CPU, that of a batch which two cores compute in seconds."""
     return (128 if device.type == "cuda" else 32, LATENT, 1, 1)
 
 
 def write_generator(path: Path, seed: int, placed: Callable[[Path], None] | None = None) -> None:
-    """Save the generator, its weights drawn with `seed`; the global random state is left alone.
+    """Saves the generator, its weights drawn with `seed`; the global random state does not change.
 
     Args:
         path: the file.
-        seed: of the weights.
+        seed: the seed of the weights.
         placed: called with `path` once the file is in its place.
 
     Raises:

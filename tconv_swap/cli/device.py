@@ -1,4 +1,4 @@
-"""The device that a command works on."""
+"""Finds the device that a command works on."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tconv_swap.files.fileformat import first_line
 
 
 def device_of(wanted: torch.device | None) -> torch.device:
-    """Returns where to run: the wanted device, else a GPU if there is one, else the CPU.
+    """Returns the wanted device; None gives a GPU if there is one, else the CPU.
 
     Raises:
-        RequestError: there is no such device here, or no layer of ours runs on it.
+        RequestError: this machine has no such device, or our layers do not run on it.
     """
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.type not in ("cpu", "cuda"):
-        raise RequestError(f"--device {wanted}: only cpu and cuda have swapped layers")
+        raise RequestError(f"--device {wanted}: swapped layers run on cpu and cuda only")
     try:
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -36,7 +36,7 @@ ANY_ARCHITECTURE = "sm_80"
 class Finding:
     """One line: what was checked, what was found, and whether that is enough for the kernels.
 
-    `missing`: the kernels do not run on this GPU without it. `note`: everything works, but users should know this.
+    `missing`: the kernels do not run on this GPU without it. `note`: everything works, but the user should know this.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Check everything that the kernels need. This compiles an empty kernel, and builds and launches nothing."""
+    """Checks everything that the kernels need. Compiles an empty kernel; builds and launches nothing."""
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("tconv-swap", _package),
         ("torch", _torch),
@@ -61,8 +61,8 @@ def diagnose() -> list[Finding]:
     for name, check in checks:
         try:
             findings.append(check())
-        except Exception as error:  # the user wants to know what is broken here, whatever it is
-            findings.append(Finding(name, "missing", f"looking at it raises {first_line(error)}"))
+        except Exception as error:  # the user wants to know what is broken, whatever it raises
+            findings.append(Finding(name, "missing", f"checking it raises {first_line(error)}"))
     return [*findings, _conclusion(findings)]
 
 

@@ -1,4 +1,4 @@
-"""One run of the program: which subcommands it knows, and which files it has written."""
+"""Holds the state of one run of the program: its subcommands, and the files that it has written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Invocation:
-    """What every command of one run of the program shares.
+    """The state that the commands of one run of the program share.
 
     Attributes:
         commands: the names of the subcommands.
@@ -20,6 +20,6 @@ class Invocation:
     finished: list[Path] = field(default_factory=list)
 
     def near_command(self, word: str) -> str:
-        """Returns the subcommand that a word is a misspelling of; empty where it is none, or a file."""
+        """Returns the subcommand that `word` misspells; empty if there is none, or if `word` is a file."""
         near = difflib.get_close_matches(word, self.commands)
         return near[0] if near and not Path(word).exists() else ""

@@ -1,5 +1,5 @@
-"""Writes the file of a swap: a network, its weights or an exported program. It is read back before it takes its
-place."""
+"""Writes the output file of a swap: a network, its weights or an exported program. The temporary file is read back
+before it gets its final name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tconv_swap.surgery import SwapPlan
 
 
 def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
-    """Check, before any work is done, that the name of `out` fits what is written there.
+    """Checks, before any work is done, that the name of `out` fits what is written there.
 
     Raises:
         SaveError: it does not, so that loading by the name's suffix would fail.
@@ -30,7 +30,7 @@ def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
             raise SaveError(f"{out}: a torch.export archive is written, whose name must end in .pt2")
     elif suffix == ".pt2":
         raise SaveError(
-            f"{out}: .pt2 is for torch.export archives, and {request.model} is none: give another name"
+            f"{out}: .pt2 is for torch.export archives, and {request.model} is not one: give another name"
         )
     elif _is_safetensors(out) and request.out_format == "module":
         raise SaveError(
@@ -39,7 +39,7 @@ def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
 
 
 def check_writable(loaded: LoadedModel, request: Request) -> None:
-    """Check, before the verification, that the network can be written in the requested form.
+    """Checks, before the verification, that the network can be written in the requested form.
 
     Raises:
         SaveError: it cannot.
@@ -62,16 +62,16 @@ def write(
     request: Request,
     placed: Callable[[Path], None] | None,
 ) -> list[str]:
-    """Write the requested form to `request.out`, atomically. Returns lines that the user should know about it.
+    """Writes the requested form to `request.out`, atomically. Returns lines that the user should know about it.
 
     Args:
-        loaded: what was in the file.
+        loaded: the content of the input file.
         swapped: its network after the swap, never moved or run.
-        names: of the swapped layers.
-        placed: called with the file once it has taken its place.
+        names: the names of the swapped layers.
+        placed: called with the file once it has its final name.
 
     Raises:
-        SaveError: it could not be written, or not be read back as the same. Then nothing was written.
+        SaveError: it could not be written, or reading it back gave something else. Then nothing was written.
     """
     if loaded.program is not None:
         return _write_program(loaded.program, names, request, placed)
@@ -135,7 +135,7 @@ def _write_weights(
     # Weights that were converted for the network are written as they were read.
     content = dict(swapped.state_dict() if loaded.weights is None else loaded.weights)
     if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
-        raise SaveError(f"{out} cannot be written: {others[0]} of the state_dict is no tensor")
+        raise SaveError(f"{out} cannot be written: {others[0]} of the state_dict is not a tensor")
 
     def check(temporary: Path) -> None:
         if not weights.same_weights(load_weights(temporary), content):
@@ -152,7 +152,7 @@ def _write_weights(
     except LoadError as error:  # safetensors is not installed
         raise SaveError(str(error)) from error
     names = ", ".join(printable(repr(key)) for key in loaded.left_out)
-    left_out = [f"{out} holds these weights only; of {request.model} it lacks {names}"] if names else []
+    left_out = [f"{out} holds these weights only, without {names} of {request.model}"] if names else []
     return [
         f"{out} holds the same names and tensors as before: a swap changes no weight. Swap the network where it "
         "is built: tconv_swap.swap_layers(model)",

@@ -1,4 +1,4 @@
-"""The options of the command line: each is declared here, once, for the dataclasses that have it as a field."""
+"""Declares each option of the command line once, for the dataclasses that have it as a field."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Device = Annotated[
         parse=torch.device,
         metavar="TEXT",
         help="Where to verify and time.",
-        show_default="cuda if there is one, else cpu",
+        show_default="cuda if there is one, otherwise cpu",
     ),
 ]
 Dtype = Annotated[
@@ -102,8 +102,8 @@ Include = Annotated[
     option(
         "--include",
         metavar="PATTERN",
-        help="Swap only layers whose dotted name matches, such as 'decoder.**': * stands for part of one "
-        "name, ** for any number of names. Repeatable.",
+        help="Swap only layers whose dotted name matches, such as 'decoder.**': * matches part of one name, "
+        "** any number of names. Repeatable.",
     ),
 ]
 Exclude = Annotated[
@@ -117,9 +117,9 @@ ChosenBackend = Annotated[
         parse=check_backend,
         metavar="auto|rules|kernel|native",
         help="What computes the swapped layers: kernel means our kernels, native PyTorch's operator, and auto our "
-        "kernels unless measurements say that PyTorch's operator is faster; on a GPU for which none were made, auto "
-        "makes them at the first use of each layer, and rules does not.",
-        show_default="as in MODEL, auto where newly swapped",
+        "kernels unless measurements say that PyTorch's operator is faster. On a GPU for which nothing was measured, "
+        "auto measures at the first use of each layer, and rules does not.",
+        show_default="as in MODEL, auto for newly swapped layers",
     ),
 ]
 Include1d = Annotated[
@@ -275,7 +275,7 @@ Architecture = Annotated[
     option(
         "--arch",
         metavar="|".join(DEVICES),
-        help="For this GPU, whether or not one is installed.",
+        help="Plan for this GPU, whether or not this machine has one.",
     ),
 ]
 PreparedShapes = Annotated[
@@ -285,7 +285,7 @@ PreparedShapes = Annotated[
         parse=parse_shape,
         metavar="N,C,H,W",
         help="The shape of one positional input, which is filled with random numbers. Repeat it for further inputs. "
-        "Without it and --inputs, layers are prepared for sizes that stand for all.",
+        "Without it and --inputs, layers are prepared for representative sizes.",
     ),
 ]
 Training = Annotated[bool, option("--training", help="Prepare the gradients too.")]
@@ -296,13 +296,16 @@ PreparedAutocast = Annotated[
         given=Literal["float16", "bfloat16"],
         parse=parse_dtype,
         help="Prepare for torch.autocast with this dtype.",
-        show_default="for no autocast",
+        show_default="without autocast",
     ),
 ]
 Directory = Annotated[
     Path | None,
     option(
-        "--dir", metavar="DIR", help="Where to write dcgan.pt and dcgan-fast.pt.", show_default="a new one"
+        "--dir",
+        metavar="DIR",
+        help="Where to write dcgan.pt and dcgan-fast.pt.",
+        show_default="a new directory",
     ),
 ]
 Only = Annotated[

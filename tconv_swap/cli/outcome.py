@@ -1,4 +1,4 @@
-"""Ends a command: writes the result where the user wants it, and returns an exit code whatever happens."""
+"""Ends a command: writes the result where the user wants it, and returns an exit code in every case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tconv_swap.cli.request import Place, Progress, RequestError, Result
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
-from tconv_swap.interruption import describe, ignore_signals, is_obeyed, received
+from tconv_swap.interruption import describe, handlers_are_installed, ignore_signals, received
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
@@ -49,7 +49,7 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143
 
 
-#: For the help of every command that takes a while.
+#: Part of the help of every command that may take long.
 SIGNAL_CODES = """130 = interrupted (Ctrl-C, SIGINT), the message names the files that were written, each of them whole;
  143 = terminated (SIGTERM), the same."""
 
@@ -74,9 +74,9 @@ class Failure(Exception):
 
 
 class Interrupted(Failure):
-    """A signal ended the work: SIGINT, or SIGTERM where that has come.
+    """A signal ended the work: SIGINT, or SIGTERM if it came.
 
-    `kept`: what remains of the work besides files, if anything does.
+    `kept`: what remains of the work besides files, if anything remains.
     """
 
     def __init__(self, kept: str = "", *, written: Sequence[Path] = ()) -> None:
@@ -90,15 +90,15 @@ class Interrupted(Failure):
         self.kept = kept
 
     def with_files(self, output: Output) -> Interrupted:
-        """Returns the same with the files that are in their places by now, and the JSON that this message goes
-        into."""
-        told = [] if output.json_file is None else [output.json_file]
-        return Interrupted(self.kept, written=[*output.invocation.finished, *told])
+        """Returns the same with the files that have been written by now, and the JSON file that will contain this
+        message."""
+        announced = [] if output.json_file is None else [output.json_file]
+        return Interrupted(self.kept, written=[*output.invocation.finished, *announced])
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the result goes, besides the exit code.
+    """Says where the result goes, besides the exit code.
 
     `invocation`: records the files that are written.
     """
@@ -111,26 +111,26 @@ class Output:
 
     @property
     def json_file(self) -> Path | None:
-        """Where the JSON goes if that is not stdout."""
+        """Returns the file for the JSON; None if the JSON goes to stdout or nowhere."""
         return None if self.json_target == STDOUT else self.json_target
 
     @property
     def places(self) -> list[Place]:
-        """All files to which the result goes."""
+        """Returns all files to which the result goes."""
         reports = [("--report", path) for path in self.reports]
         return reports if self.json_file is None else [*reports, ("--json", self.json_file)]
 
 
 def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _T | Failure:
-    """Do `work` and show its progress. Everything that it raises becomes a failure with its exit code.
+    """Runs `work` and shows its progress. Everything that it raises becomes a failure with its exit code.
 
     Args:
-        work: what to do.
-        quiet: show no progress.
+        work: the work.
+        quiet: shows no progress.
         hint: added to the message if a file cannot be loaded.
     """
     outcome = _attempt(work, quiet, hint)
-    # Foreign code may have swallowed the signal's exception, or raised another one.
+    # Other code may have caught the signal's exception, or raised another one instead.
     return outcome if received() is None else Interrupted()
 
 
@@ -152,9 +152,9 @@ def _attempt(work: Callable[[Progress], _T], quiet: bool, hint: str) -> _T | Fai
             return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
         return _internal(error)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and not is_obeyed():
+        if isinstance(error, KeyboardInterrupt) and not handlers_are_installed():
             return Interrupted()
-        # Our code raises these for signals only, so the network's code did it, for example by sys.exit.
+        # Our code raises these for signals only, so the network's code raised this one, for example by sys.exit.
         return Failure(
             ExitCode.USAGE,
             f"the network's code ends the program ({first_line(error)}) instead of returning something",
@@ -170,26 +170,26 @@ def _internal(error: Exception) -> Failure:
 
 
 def check_targets(output: Output, read: Sequence[Place] = (), out: Place | None = None) -> None:
-    """Check, before any work is done, that all outputs can be written and that none overwrites another file; leave if
+    """Checks, before any work is done, that all outputs can be written and that none overwrites another file; leaves if
     not.
 
     Args:
-        output: where the JSON and the reports go.
-        read: files that the command reads.
-        out: the network's own target.
+        output: says where the JSON and the reports go.
+        read: the files that the command reads.
+        out: the file for the network.
     """
     network = [] if out is None else [out]
     try:
         _check_targets(output, read, network)
     except RequestError as error:
-        # The JSON says what is wrong, unless that is the JSON: it may well be the network itself.
+        # The JSON file gets the error too, unless the error is about this file, which may be the network itself.
         others = [*read, *network, *replace(output, json_target=None).places]
-        told = replace(output, reports=())
+        target = replace(output, reports=())
         try:
-            _check_targets(told, others, [])
+            _check_targets(target, others, [])
         except RequestError:
-            told = Output(invocation=output.invocation)
-        finish(Failure(ExitCode.USAGE, str(error)), told)
+            target = Output(invocation=output.invocation)
+        finish(Failure(ExitCode.USAGE, str(error)), target)
 
 
 def _check_targets(output: Output, read: Sequence[Place], others: Sequence[Place]) -> None:
@@ -207,7 +207,7 @@ def _check_targets(output: Output, read: Sequence[Place], others: Sequence[Place
 
 
 def finish(outcome: Result | Failure, output: Output) -> NoReturn:
-    """Write what was asked for and leave with the exit code."""
+    """Writes the requested outputs and leaves with the exit code."""
     try:
         check_not_imported(output.places)
     except PlaceError as error:
@@ -240,9 +240,9 @@ def leave(
     code: ExitCode = ExitCode.VERIFIED,
     invocation: Invocation | None = None,
 ) -> NoReturn:
-    """Write the result and leave; an output that cannot be written has an exit code of its own.
+    """Writes the result and leaves; if an output cannot be written, the exit code says so.
 
-    `invocation`: a signal's message names its files.
+    `invocation`: its files are named in the message if a signal comes.
     """
     failure = None
     try:
@@ -271,11 +271,11 @@ def unwritable(error: OSError) -> Failure:
 
 
 def write_json(document: dict[str, Any], output: Output) -> None:
-    """Write a document to `output.json_target`: to a file, whole or not at all, or to stdout.
+    """Writes a document to `output.json_target`: to a file, whole or not at all, or to stdout.
 
     Raises:
         OSError: stdout cannot be written.
-        SaveError: the file cannot.
+        SaveError: the file cannot be written.
     """
     text = json.dumps(document, indent=2, allow_nan=False)
     if output.json_file is None:
@@ -307,7 +307,7 @@ def _print_result(result: Result, output: Output) -> None:
             typer.echo(printable(line))
         return
     console = make_console()
-    # When its output has no reader, rich ends the process with 1, which would mean a mismatch.
+    # If nobody reads its output, rich ends the process with 1, which would mean a mismatch.
     with console.capture() as captured:
         print_summary(console, summarise(result.document()), verbose=output.verbose)
         for path in output.reports:

@@ -11,8 +11,8 @@ from tconv_swap import op
 from tconv_swap.blocks.modules import Fuse
 from tconv_swap.ways.way import parse_way
 
-#: PyTorch counts the bytes of a tensor in signed 64 bits, and the largest elements, of float64, have eight bytes.
-MOST_ELEMENTS = (2**63 - 1) // 8
+#: PyTorch counts the bytes of a tensor in signed 64 bits, and the largest element type, float64, has eight bytes.
+MAX_ELEMENTS = (2**63 - 1) // 8
 KEEP, AUTO = "keep", "auto"
 
 
@@ -26,7 +26,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise ValueError(f"{text!r} is not a shape such as 2,3,64,64")
     shape = tuple(int(size) for size in sizes)
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"{text!r} is more than a tensor can hold")
     return shape
 
@@ -38,14 +38,14 @@ def parse_dtype(text: str) -> torch.dtype:
         ValueError: there is no dtype of this name in which networks run.
     """
     found = getattr(torch, text.removeprefix("torch."), None)
-    # Not every floating-point dtype: float8 is a storage format, for which PyTorch has no layers.
+    # Only these: float8 and others are storage formats, for which PyTorch has no layers.
     if not isinstance(found, torch.dtype) or found not in op.SUPPORTED_DTYPES:
         raise ValueError(f"{text!r} is not one of the dtypes float64, float32, float16 and bfloat16")
     return found
 
 
 def check_seed(seed: int) -> int:
-    """Returns `seed`, if PyTorch's generators take it and the next few.
+    """Returns `seed`, if PyTorch's generators take it and the next few seeds.
 
     Raises:
         ValueError: they do not.
@@ -56,7 +56,7 @@ def check_seed(seed: int) -> int:
 
 
 def check_finite(number: float) -> float:
-    """Returns `number`. An infinite tolerance would let everything pass.
+    """Returns `number`, which must be finite: with an infinite tolerance every comparison would pass.
 
     Raises:
         ValueError: it is infinite or NaN.

@@ -35,13 +35,13 @@ def files_read(request: NetworkRequest) -> list[Place]:
 
 
 def check_apart(read: Iterable[Place], written: Iterable[Place]) -> None:
-    """Check that no output is a file that is read, part of this package or of its cache, or another output.
+    """Checks that no output is a file that is read, part of this package or of its cache, or another output.
 
     Two names are the same file if the file system says so (symbolic and hard links, `..`). Two outputs whose names
-    differ only in case also count as the same file unless both exist, since on some file systems they are.
+    differ only in case also count as the same file unless both exist, since they are on some file systems.
 
     Raises:
-        PlaceError: one is; the message names the two options, or the output and what it is.
+        PlaceError: an output is one of these; the message names both options, or the output and what it would destroy.
     """
     read, written = list(read), list(written)
     for index, (option, target) in enumerate(written):
@@ -57,13 +57,13 @@ def check_apart(read: Iterable[Place], written: Iterable[Place]) -> None:
 
 
 def check_not_imported(written: Iterable[Place]) -> None:
-    """Check that no output is a file of a module that has been imported, such as one that MODEL's code imports.
+    """Checks that no output is the file of a module that has been imported, for example by MODEL's code.
 
     Raises:
-        PlaceError: one is.
+        PlaceError: an output is such a file.
     """
     there = {_identity(target): option for option, target in written} | {None: ""}
-    if len(there) == 1:  # no output exists that could be overwritten
+    if len(there) == 1:  # only its `None`: no output exists that could be overwritten
         return
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -73,7 +73,7 @@ def check_not_imported(written: Iterable[Place]) -> None:
 
 
 def _module_files(dotted: str) -> Iterator[Path]:
-    """Yields the files that importing a module executes: its own and those of the packages around it."""
+    """Yields the files that importing a module executes: its own and those of the packages that contain it."""
     parts = dotted.split(".")
     places: list[str] | None = [*sys.path, os.getcwd()]
     for end in range(1, len(parts) + 1):
@@ -90,13 +90,13 @@ def _module_files(dotted: str) -> Iterator[Path]:
 def _is_same(first: Path, second: Path, *, new: bool) -> bool:
     """
     Args:
-        new: both are written, so that a file system without cases may make one file of them.
+        new: both are written, so on a file system that ignores case they may be one file.
     """
     identities = _identity(first), _identity(second)
     if None not in identities:
         return identities[0] == identities[1]
     one, other = (Path(os.path.realpath(path)) for path in (first, second))
-    names = [_folded(path.name) if new else path.name for path in (one, other)]
+    names = [_casefolded(path.name) if new else path.name for path in (one, other)]
     if names[0] != names[1]:
         return False
     parents = _identity(one.parent), _identity(other.parent)
@@ -112,12 +112,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _folded(name: str) -> str:
+def _casefolded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
 def _owner(target: Path) -> str:
-    """Returns the owner of a file that would be overwritten; empty if this program knows none."""
+    """Returns the owner of a file that would be overwritten; empty if it is none that this program knows."""
     if not target.is_file():
         return ""
     place = Path(os.path.realpath(target))

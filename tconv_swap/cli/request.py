@@ -1,4 +1,4 @@
-"""What a user can request, and the results: plain data between the commands and the workflow."""
+"""Defines what a user can request, and the results: plain data between the commands and the workflow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.optimize import SECONDS
 from tconv_swap.ways.report import WaysReport
 
-#: What the user calls a file (an option), and where it lies.
+#: The name that the user knows a file by (an option), and its path.
 Place: TypeAlias = tuple[str, Path]
 
 
 class Progress(Protocol):
-    """Shows what comes next, in a few words, and how much of that kind of work is done."""
+    """Shows the next step in a few words, and how much of this kind of work is done."""
 
     def __call__(self, text: str, done: int | None = None, total: int | None = None) -> None: ...
 
@@ -34,11 +34,11 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class NetworkRequest:
-    """A saved network, the inputs it is run on, and the layers that are swapped.
+    """A saved network, the inputs on which it is run, and the layers that are swapped.
 
-    `device`, `dtype` and `channels_last` say how the network runs while it is verified and timed. They do not
-    touch what is saved: `out` has the devices, dtypes and memory formats of the file. `written` are files that
-    are written beside it: loading must not have read them.
+    `device`, `dtype` and `channels_last` say how the network runs while it is verified and timed. They do not change
+    what is saved: `out` has the devices, dtypes and memory formats of the file. `written` are other output files of the
+    command: loading must not have read them.
 
     Raises:
         ValueError: two of the options exclude each other, or one needs another.

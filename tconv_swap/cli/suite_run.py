@@ -1,6 +1,6 @@
 """Runs the layer suite on this machine: checks every layer against float64, then times it beside PyTorch's.
 
-It gives the same `Result` as the swap of a network, so that the same reports show it.
+The result is the same `Result` as that of a network's swap, so that the same reports show it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tconv_swap.verification import VerifyReport, verify
 
 @dataclass(frozen=True)
 class SuiteRequest:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
         only: names of layers, separated by commas; empty: every layer. On a CPU their batches are reduced, and layers
             that are too large for a CPU are left out.
-        mode: of the arithmetic, one of `MODES`.
+        mode: the arithmetic, one of `MODES`.
         seconds: how long each layer is timed in each stage; `iters` is the exact number of samples instead.
     """
 
@@ -67,11 +67,11 @@ class _Run:
 
 
 def run_suite(request: SuiteRequest, progress: Progress) -> Result:
-    """Check and time the layers. A layer that does not fit into memory is noted, and the others are run.
+    """Checks and times the layers. A layer that does not fit into memory is noted, and the others are run.
 
     Raises:
         RequestError: there is no such device, mode or layer.
-        Exception: whatever our layers raise where PyTorch's do not.
+        Exception: whatever our layers raise and PyTorch's do not.
     """
     run, notes = _resolved(request)
     plan = plan_swap(
@@ -93,7 +93,7 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
                     raise
                 notes.append(f"{layer.name} not measured: {first_line(error)}")
             if run.device.type == "cuda":
-                # A layer's buffers are gigabytes, and no two layers have the same sizes.
+                # The buffers of a layer take gigabytes, and no two layers have the same sizes.
                 torch.cuda.empty_cache()
         ceilings = None
         if run.device.type == "cuda":
@@ -102,7 +102,7 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
     facts = Facts(
         model=f"the layer suite, {len(run.layers)} layers",
         inputs=f"{run.mode.name} {run.layout}",
-        inputs_origin="random, the same at every run",
+        inputs_origin="random, the same in every run",
         device=str(run.device),
         warnings=(*_means(timing.layers), *notes),
     )
@@ -125,7 +125,7 @@ def _resolved(request: SuiteRequest) -> tuple[_Run, list[str]]:
     if device.type != "cpu":
         return _Run(layers, MODES[mode], layout, device, request), []
     fitting = [(layer, layer.for_cpu()) for layer in layers]
-    notes = ["batches are cut to what a CPU gets through"]
+    notes = ["batches are reduced for the CPU"]
     if left := [layer.name for layer, cut in fitting if cut is None]:
         notes.append(f"left out, too large for a CPU: {', '.join(left)}")
     layers = tuple(cut for _, cut in fitting if cut is not None)
@@ -207,7 +207,7 @@ def _verify(
 
 
 def _means(rows: Sequence[LayerComparison]) -> Iterator[str]:
-    """Yields the geometric mean and the least speedup of each stage."""
+    """Yields the geometric mean and the smallest speedup of each stage."""
     for stage in dict.fromkeys(row.stage for row in rows):
         found = [row for row in rows if row.stage == stage]
         mean = math.exp(math.fsum(math.log(row.speedup) for row in found) / len(found))

@@ -1,4 +1,4 @@
-"""`--way`: runs the search that a request asks for, and applies its result to the file that is written."""
+"""Runs the search of ways that `--way` requests, and applies its result to the file that is written."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ OURS_TODAY = Way(OURS.name)
 
 
 def check_request(request: Request, device: torch.device, *, exported: bool) -> None:
-    """Check, before any work is done, that the ways can be tried.
+    """Checks, before any work is done, that the ways can be tried.
 
     Raises:
-        RequestError: they cannot.
+        RequestError: they cannot be tried.
     """
     if request.way == KEEP:
         return

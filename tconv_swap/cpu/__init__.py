@@ -1,1 +1,2 @@
-"""Transposed convolution on the CPU, out of PyTorch's own operators in the formulation that measures fastest."""
+"""Computes transposed convolutions on the CPU with PyTorch's own operators, in the formulation that measures
+fastest."""

@@ -1,4 +1,4 @@
-"""The gradients of a transposed convolution on the CPU, out of PyTorch's own operators."""
+"""Computes the gradients of a transposed convolution on the CPU with PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def backward(
     memory_format: torch.memory_format,
     output_mask: tuple[bool, ...],
 ) -> list[Tensor]:
-    """The gradients ``output_mask`` asks for (input, weight, bias), in that order."""
+    """Returns the gradients of input, weight and bias for which ``output_mask`` is true, in that order."""
     formulation = choose_backward(geometry, input.dtype, memory_format)
     if formulation == "outer":
         gradients = _outer(grad_output, input, weight, geometry, output_mask)
@@ -30,7 +30,8 @@ def backward(
 
 
 def _laid_out(gradient: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """In a memory format down to the strides of dimensions of size 1, which say what the next layer will choose."""
+    """Returns the gradient in a memory format; also the strides of dimensions of size 1 have it, since the next layer
+    chooses its format by them."""
     if gradient.dim() == 1:
         return gradient
     gradient = gradient.contiguous(memory_format=memory_format)
@@ -41,7 +42,7 @@ def _laid_out(gradient: Tensor, memory_format: torch.memory_format) -> Tensor:
 def _plain(
     grad_output: Tensor, input: Tensor, weight: Tensor, geometry: Geometry, output_mask: tuple[bool, ...]
 ) -> list[Tensor]:
-    """PyTorch's own."""
+    """Returns the gradients that PyTorch's own operator computes."""
     gradients = torch.ops.aten.convolution_backward(
         grad_output,
         input,
@@ -61,8 +62,9 @@ def _plain(
 def _outer(
     grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, ...]
 ) -> list[Tensor]:
-    """Of a 1x1 input without padding: the output is a product of ``[batch, Ci]`` and ``[Ci, Co*KH*KW]``."""
-    # Detached, here and below: as in forward.py's outer.
+    """Returns the gradients for a 1x1 input without padding: the output is a product of ``[batch, Ci]`` and ``[Ci,
+    Co*KH*KW]``."""
+    # The operands are detached for the reason that ``outer`` in forward.py gives.
     wants_input, wants_weight, wants_bias = output_mask
     columns = grad_output.reshape(g.batch, -1)
     gradients = []
@@ -78,8 +80,9 @@ def _outer(
 def _products(
     grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, ...]
 ) -> list[Tensor]:
-    """Of kernels as large as the stride, unpadded and of one group: an input pixel has its cell of the output to
-    itself. The cells, as the columns of a matrix, give both gradients by a product. Block by block, in a fixed order.
+    """Returns the gradients for kernels as large as the stride, without padding and with one group: each input pixel
+    has a patch of the output of its own. The patches, as the columns of a matrix, give both gradients by matrix
+    products, block by block, in a fixed order.
     """
     (sh, sw), (wants_input, wants_weight, wants_bias) = g.stride, output_mask
     matrix = weight.flatten(1)

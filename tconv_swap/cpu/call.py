@@ -1,4 +1,4 @@
-"""Transposed convolution on the CPU: from tensors to the formulation that computes it."""
+"""Computes transposed convolutions on the CPU: checks the tensors and calls the formulation that the plan chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tconv_swap.geometry import Arguments
 
 
 def output(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
-    """``[batch, out_channels, out_height, out_width]`` in PyTorch's memory format.
+    """Returns ``[batch, out_channels, out_height, out_width]`` in PyTorch's memory format.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
@@ -26,7 +26,7 @@ def output(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Argume
 def gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments, mask: Sequence[bool]
 ) -> list[Tensor]:
-    """Those of the input, the weight and the bias that ``mask`` asks for, in that order.
+    """Returns the gradients of input, weight and bias for which ``mask`` is true, in that order.
 
     Raises:
         RuntimeError: as ``output``.

@@ -1,6 +1,6 @@
-"""Transposed convolution on the CPU, out of PyTorch's own operators.
+"""Computes the output of a transposed convolution on the CPU with PyTorch's own operators.
 
-Each formulation computes the same sums in another order of operations; ``plan_cpu`` says which one is the fastest
+Each formulation computes the same sums in another order of operations; ``plan.choose`` says which one is the fastest
 for a geometry, and why. None of them changes an argument, and the same input gives the same bits.
 """
 
@@ -20,10 +20,10 @@ from tconv_swap.geometry import Geometry, check_geometry
 
 #: Elements of a matrix product that one block leaves in the cache (4 MB of float32).
 BLOCK_ELEMENTS = 1 << 20
-#: Elements of any other intermediate (8 MB of float32). Above 32 MB every allocation is mapped anew and pays for its
-#: page faults, about 0.2 ms for each MB.
+#: Elements of any other intermediate (8 MB of float32). Above 32 MB the allocator maps new pages for every allocation,
+#: whose page faults take about 0.2 ms for each MB.
 TEMPORARY_ELEMENTS = 1 << 21
-#: Elements of a piece that is transposed at once: fits the second-level cache, and is shared by the threads.
+#: Elements of a piece that is transposed at once: it fits the second-level cache, and the threads share it.
 PIECE_ELEMENTS = 1 << 17
 
 
@@ -34,14 +34,15 @@ def forward(
     geometry: Geometry,
     memory_format: torch.memory_format,
 ) -> Tensor:
-    """``[batch, out_channels, out_height, out_width]`` in ``memory_format``."""
+    """Returns ``[batch, out_channels, out_height, out_width]`` in ``memory_format``."""
     formulation = choose(geometry, input.dtype, memory_format)
     return FORWARD[formulation](input, weight, bias, geometry, memory_format)
 
 
 def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call with valid arguments (stride, padding, output_padding, groups, dilation) is best made to PyTorch
-    as it is. Says so faster than the op's way here, which after some milliseconds of arithmetic has left the caches.
+    """Returns whether PyTorch should compute a call with valid arguments (stride, padding, output_padding, groups,
+    dilation) by itself. This function is faster than the path through our op, whose code has left the caches after some
+    milliseconds of arithmetic.
     """
     if input.is_contiguous() and weight.is_contiguous():
         memory_format = torch.contiguous_format
@@ -61,7 +62,7 @@ def _is_plain(kinds: tuple[Any, ...], arguments: tuple[Any, ...], memory_format:
         return False
     try:
         geometry = check_geometry(input, weight, bias[0][0] if bias else None, *arguments)
-    except RuntimeError:  # the op's checks say what is wrong
+    except RuntimeError:  # the checks of the op report what is wrong
         return False
     return fastest(geometry, dtype, memory_format) == "plain"
 
@@ -69,7 +70,7 @@ def _is_plain(kinds: tuple[Any, ...], arguments: tuple[Any, ...], memory_format:
 def plain(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """PyTorch's own transposed convolution."""
+    """Computes PyTorch's own transposed convolution."""
     output = F.conv_transpose2d(
         input,
         weight,
@@ -86,8 +87,9 @@ def plain(
 def channels_last(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """PyTorch's own on channels_last tensors, which is what oneDNN computes in; only the conversions are ours."""
-    # oneDNN rearranges the weight for its kernel, which takes longer from NCHW.
+    """Computes PyTorch's own on channels_last tensors, the layout in which oneDNN computes; only the conversions are
+    ours."""
+    # oneDNN reorders the weight for its kernel, which takes longer from NCHW.
     weight = weight.contiguous(memory_format=torch.channels_last)
     return _in_pieces(input, weight, bias, geometry, memory_format, torch.channels_last)
 
@@ -95,7 +97,7 @@ def channels_last(
 def pieces(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """PyTorch's own, a piece of the output at a time, so that its temporaries are not mapped anew."""
+    """Computes PyTorch's own, one piece of the output at a time, so that its temporaries need no newly mapped pages."""
     return _in_pieces(input, weight, bias, geometry, memory_format, memory_format)
 
 
@@ -107,7 +109,7 @@ def _in_pieces(
     memory_format: torch.memory_format,
     computed_in: torch.memory_format,
 ) -> Tensor:
-    """Pieces of output rows (or of whole images), each from the input rows that reach it."""
+    """Computes pieces of output rows (or of whole images), each from the input rows that reach it."""
     output = _empty_output(input, g, memory_format)
     row = g.out_channels * g.out_width
     rows = min(g.out_height, max(1, TEMPORARY_ELEMENTS // row))
@@ -135,11 +137,11 @@ def _in_pieces(
 
 
 def _copy_in_pieces(source: Tensor, target: Tensor) -> None:
-    """``target.copy_(source)`` of another memory format. Whole, it would miss the cache for every element: for
-    each channel it reads every cache line of the source, of which it wants one element. A few rows stay
-    cached."""
+    """Does ``target.copy_(source)`` for a target of another memory format, some rows at a time. A copy of the whole
+    would miss the cache for every element: for each channel it reads every cache line of the source and uses one
+    element of it. A few rows stay in the cache."""
     row = math.prod(source.shape) // max(1, source.shape[2])
-    # Of a signal, which is one long row, some columns.
+    # A 1-D signal is one long row, so it is copied by columns.
     axis = 2 if source.shape[2] > 1 else 3
     size = max(1, PIECE_ELEMENTS // max(1, row if axis == 2 else row // source.shape[3]))
     for piece, place in zip(source.split(size, axis), target.split(size, axis), strict=True):
@@ -149,24 +151,24 @@ def _copy_in_pieces(source: Tensor, target: Tensor) -> None:
 def outer(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """A 1x1 input without padding: the product of ``[batch, Ci]`` and ``[Ci, Co*KH*KW]`` is the output."""
+    """Computes a 1x1 input without padding: the product of ``[batch, Ci]`` and ``[Ci, Co*KH*KW]`` is the output."""
     rows, columns = input.flatten(1), weight.flatten(1)
     if bias is None:
         product = rows @ columns
     else:
         product = torch.addmm(bias.repeat_interleave(geometry.taps), rows, columns)
-    # Detached: autograd refuses to write, as ReLU(inplace=True) does, into a view that a Function made.
+    # Detached: autograd refuses an in-place write, such as ReLU(inplace=True), into a view that a Function made.
     return product.view(geometry.output_shape).detach().contiguous(memory_format=memory_format)
 
 
 def products(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """A matrix product gives every tap of every input pixel; each tap then goes to its place in the output.
+    """Computes every tap of every input pixel by a matrix product, then writes each tap to its place in the output.
 
-    Block by block of input rows (or of whole images), so that the product is still in the cache when it is
-    spread. Taps that meet in an output pixel are added up in the dtype of the input, one after the other: phase by
-    phase, where neighbours lie together, and only the sums are spread.
+    It works on blocks of input rows (or of whole images), so that the product is still in the cache when its taps are
+    written. Taps of the same output pixel are added in the dtype of the input, one after the other. They are added
+    phase by phase, where neighbours are contiguous, and only the sums are written to the strided output.
     """
     g = geometry
     vertical, horizontal = Axis.of(g, 0), Axis.of(g, 1)
@@ -190,19 +192,19 @@ def products(
 
 
 def _tap_products(block: Tensor, matrices: Tensor, g: Geometry) -> Tensor:
-    """From ``[images, Ci, rows, W]`` to ``[images, Co, KH, KW, rows, W]``."""
+    """Maps ``[images, Ci, rows, W]`` to ``[images, Co, KH, KW, rows, W]``."""
     images, _, rows, width = block.shape
     if images > 1:
         product = torch.matmul(matrices, block.reshape(images, g.groups, g.in_channels_per_group, -1))
     else:
         pixels = block[0].reshape(g.groups, g.in_channels_per_group, -1)
-        # A batch of one matrix is slower than the matrix.
+        # A batched product of one matrix is slower than the plain product.
         product = torch.mm(matrices[0], pixels[0]) if g.groups == 1 else torch.bmm(matrices, pixels)
     return product.view(images, g.out_channels, *g.kernel, rows, width)
 
 
 def _spread_taps(taps: Tensor, bias: Tensor | None, output: Tensor, rows: slice, g: Geometry) -> None:
-    """Every tap to its own places in ``output``."""
+    """Writes every tap to its places in ``output``."""
     vertical, horizontal = Axis.of(g, 0), Axis.of(g, 1)
     for i in range(g.kernel[0]):
         ih, oh = vertical.tap(i, rows)
@@ -214,7 +216,8 @@ def _spread_taps(taps: Tensor, bias: Tensor | None, output: Tensor, rows: slice,
 
 
 def _zero_phases(input: Tensor, g: Geometry, images: int) -> Tensor:
-    """``[images, Co, SH, SW, cells, cells]``: room for every phase of the output and what padding cuts off it."""
+    """Returns zeros ``[images, Co, SH, SW, cells, cells]``: room for every phase of the output and for what padding
+    cuts off."""
     cells = (Axis.of(g, axis).cells for axis in (0, 1))
     return input.new_zeros(images, g.out_channels, *g.stride, *cells)
 
@@ -243,8 +246,8 @@ def _copy_with_bias(source: Tensor, bias: Tensor | None, target: Tensor) -> None
 
 
 def blocks_of(g: Geometry) -> Iterator[tuple[slice, list[slice]]]:
-    """Images, and their input rows in blocks whose tap products are about ``BLOCK_ELEMENTS``; more where the weight
-    is larger, because every product reads all of it."""
+    """Yields images, and their input rows in blocks whose tap products have about ``BLOCK_ELEMENTS`` elements; larger
+    blocks if the weight is larger, because every product reads all of it."""
     elements = max(BLOCK_ELEMENTS, math.prod(g.weight_shape))
     row = g.out_channels * g.taps * g.width
     rows = min(g.height, max(1, elements // row))
@@ -257,8 +260,8 @@ def blocks_of(g: Geometry) -> Iterator[tuple[slice, list[slice]]]:
 def pixel_products(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """As ``products``, pixel by pixel: for few of them, whose rows are too short to be added up one by one, under
-    weights too large to be rearranged. Of one group."""
+    """Computes as ``products``, pixel by pixel: for few pixels, whose rows are too short to be added one by one, and
+    weights too large to be reordered. For one group."""
     g = geometry
     pixels = input.permute(0, 2, 3, 1).reshape(g.batch * g.height * g.width, g.in_channels)
     product = (pixels @ weight.flatten(1)).view(len(pixels), g.out_channels, g.taps).transpose(1, 2)
@@ -282,7 +285,7 @@ def pixel_products(
 def phases(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """A stride-1 convolution for each phase of the output (design notes, section 1)."""
+    """Computes a stride-1 convolution for each phase of the output."""
     g = geometry
     vertical, horizontal = Axis.of(g, 0), Axis.of(g, 1)
     output = _empty_output(input, g, memory_format)
@@ -307,15 +310,16 @@ def phases(
 def stacked_phases(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """One matrix product gives all phases of every output cell, whose rows then lie together.
+    """Computes all phases of every cell of the output by one matrix product, so that the rows of a cell are contiguous.
 
-    Claims undilated kernels of one group that are a multiple of the stride, so that all phases have equally many
-    taps, and outputs that are whole cells of ``stride`` pixels. Block by block of the phases' rows.
+    A cell is ``stride`` consecutive output positions. Takes undilated kernels of one group whose size is a multiple of
+    the stride, so that all phases have the same number of taps, and outputs of whole cells. Works block by block of the
+    phases' rows.
     """
     g = geometry
     (sh, sw), (th, tw) = g.stride, (g.kernel[0] // g.stride[0], g.kernel[1] // g.stride[1])
     height, width = g.height + th - 1, g.width + tw - 1
-    # Tap t of a phase reads the input pixel t before its own: what unfold calls offset th - 1 - t.
+    # Tap t of a phase reads the input pixel t before its own; unfold calls this offset th - 1 - t.
     neighbours = F.unfold(input, (th, tw), padding=(th - 1, tw - 1)).unflatten(1, (-1, th, tw)).flip(2, 3)
     pixels = neighbours.permute(0, 4, 1, 2, 3).reshape(g.batch * height * width, g.in_channels * th * tw)
     phases = weight.reshape(g.in_channels, -1, th, sh, tw, sw).permute(0, 2, 4, 1, 3, 5)
@@ -340,8 +344,8 @@ def stacked_phases(
 
 
 def _cell_parts(stride: int, padding: int) -> list[tuple[slice, slice, int]]:
-    """Padding cuts a cell of phases in two parts, of neighbouring output cells: for each part its phases, its
-    place in the output cell, and the computed pixel that belongs to output cell 0."""
+    """Padding cuts a cell of phases in two parts, which belong to neighbouring output cells. Returns for each part its
+    phases, its place in the output cell, and the computed pixel that belongs to output cell 0."""
     whole, cut = divmod(padding, stride)
     parts = [(slice(cut, stride), slice(0, stride - cut), whole)]
     if cut:
@@ -350,7 +354,7 @@ def _cell_parts(stride: int, padding: int) -> list[tuple[slice, slice, int]]:
 
 
 def _as_convolution(weight: Tensor, g: Geometry) -> Tensor:
-    """``[Ci, M, ...]`` as the weight ``[G*M, Ci/G, ...]`` of a convolution."""
+    """Returns ``[Ci, M, ...]`` as the weight ``[G*M, Ci/G, ...]`` of a convolution."""
     if g.groups == 1:
         return weight.transpose(0, 1)
     by_group = weight.reshape(g.groups, g.in_channels_per_group, *weight.shape[1:])

@@ -94,7 +94,7 @@ def winners(device: int) -> Winners:
 
 
 def keep(device: int, new: Winners, *, replacing: bool = True) -> Path:
-    """Add winners to those on disk, replacing those of the same problems unless told otherwise; returns the file.
+    """Adds winners to those on disk; with ``replacing`` they replace those of the same problems. Returns the file.
 
     Raises:
         OSError: it cannot be written, or an existing file cannot be read. That file is left as it is.

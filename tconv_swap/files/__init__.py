@@ -1,2 +1,2 @@
-"""Networks on disk: recognises a file, loads it without executing code that is not trusted, and saves it
+"""Reads and writes networks: recognises a file, loads it without executing code that is not trusted, and saves it
 atomically."""

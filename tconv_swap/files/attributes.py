@@ -1,6 +1,6 @@
 """Decides which attributes an object of a class may be given, and which a layer of PyTorch's must have.
 
-What a layer needs is read from its class: the names in its `__constants__` and its annotations, with their types.
+The attributes that a layer needs are read from its class: the names in its `__constants__` and its annotations.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _DATA = (
 #: Data descriptors hide what an object holds under their name. A cached_property keeps its value there.
 _PROPERTIES = (property, functools.cached_property, types.MemberDescriptorType, types.GetSetDescriptorType)
 _ACTIVATION = frozenset({"activation"})
-#: These annotations are about an argument, not an attribute.
+#: These annotations describe an argument, not an attribute.
 _NO_ATTRIBUTES = frozenset({"freeze"})
-_MOST_IN_GEOMETRY = 1 << 31
+_MAX_IN_GEOMETRY = 1 << 31
 
 
 def may_set(cls: type, key: str, trusted: bool = False, swapped: bool = False) -> bool:
@@ -56,7 +56,7 @@ def may_set(cls: type, key: str, trusted: bool = False, swapped: bool = False) -
     found = next((vars(base)[key] for base in cls.__mro__ if key in vars(base)), cls)
     if found is cls:
         return True
-    # None is a common default in a class, also for what Module.__call__ calls.
+    # None is a common default in a class, also for attributes that Module.__call__ calls.
     plain = found is None and key not in vars(nn.Module)
     return trusted and (plain or isinstance(found, (*_DATA, *_PROPERTIES, type)))
 
@@ -88,7 +88,7 @@ def check_layer(layer: nn.Module) -> None:
 
 
 def _check_normed(layer: nn.Module, hook: WeightNorm) -> None:
-    """Checks `dim`: the operator reads a norm for each index of it without checking that there is one."""
+    """Checks `dim`: the operator reads a norm for each of its indices, without checking that there is one."""
     norm, direction = (layer._parameters.get(f"{hook.name}_{end}") for end in ("g", "v"))
     plain = isinstance(norm, Tensor) and isinstance(direction, Tensor) and norm.dtype == direction.dtype
     if plain and norm is not None and direction is not None and -1 <= hook.dim < direction.dim():
@@ -108,11 +108,11 @@ def _check_geometry(layer: _ConvTransposeNd) -> None:
     for name, smallest in least.items():
         value: Any = getattr(layer, name, None)
         whole = isinstance(value, tuple) and all(type(number) is int for number in value)
-        if not whole or len(value) != dimensions or not all(smallest <= n < _MOST_IN_GEOMETRY for n in value):
+        if not whole or len(value) != dimensions or not all(smallest <= n < _MAX_IN_GEOMETRY for n in value):
             raise RefusedError(f"{name} of a {type(layer).__name__} is {value!s:.40}")
     for name in ("groups", "in_channels", "out_channels"):
         number: Any = getattr(layer, name, None)
-        if type(number) is not int or not (name != "groups") <= number + 1 <= _MOST_IN_GEOMETRY:
+        if type(number) is not int or not (name != "groups") <= number + 1 <= _MAX_IN_GEOMETRY:
             raise RefusedError(f"{name} of a {type(layer).__name__} is {number!s:.40}")
     for name in ("weight", "bias"):
         tensor: Any = getattr(layer, name, None)
@@ -132,13 +132,13 @@ def _needed(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    # Annotations are not evaluated: one that is text fits every value.
+    # Annotations are not evaluated: one that is text accepts every value.
     return {name: hint for name, hint in inspect.get_annotations(cls).items() if name not in vars(cls)}
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Returns whether a value fits the annotation. An int may stand for a float and the reverse, and a number for
-    a tuple of equal numbers."""
+    """Returns whether a value fits the annotation. An int is accepted as a float and the reverse, and a number as a
+    tuple of equal numbers."""
     return any(_fits_one(value, alternative) for alternative in _alternatives(hint))
 
 

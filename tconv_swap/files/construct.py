@@ -18,7 +18,7 @@ from tconv_swap.files.shapes import LISTS
 from tconv_swap.files.storages import Storages
 from tconv_swap.files.tensors import rebuild
 
-#: Yields the records whose objects it needs, is sent these objects, and returns its own.
+#: Yields the records whose objects it needs, receives these objects, and returns its own.
 _Steps: TypeAlias = Generator[Record, Any, Any]
 
 
@@ -57,7 +57,7 @@ class _Maker:
         }
 
     def make(self, root: Record) -> Any:
-        """Makes an object without recursion, since a file may nest objects as deeply as it likes."""
+        """Makes an object without recursion, since a file may nest objects to any depth."""
         found, made = self.known(root)
         if found:
             return made
@@ -108,7 +108,7 @@ class _Maker:
     def items(self, record: Items) -> _Steps:
         if record.kind in (tuple, frozenset):
             return record.kind((yield from self.all(record.items)))
-        # It exists before its content: an object inside may refer to it.
+        # It exists before its content, because an object inside may refer to it.
         container = self.made[id(record)] = record.kind()
         made = yield from self.all(record.items)
         if record.kind is list:
@@ -130,7 +130,7 @@ class _Maker:
         try:
             return meaning.value(*arguments)
         except (RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
-            raise RefusedError(f"a value that cannot be ({type(error).__name__})") from error
+            raise RefusedError(f"an impossible value ({type(error).__name__})") from error
 
     def container(self, call: Call, meaning: Meaning) -> _Steps:
         if meaning.value is frozenset:
@@ -139,7 +139,7 @@ class _Maker:
         for content in (yield from self.all(call.args.items)):
             container.update(content)
         pairs = yield from self.all(call.pairs)
-        # The items are set; a Counter would count them.
+        # The items are set one by one; the constructor of a Counter would count them.
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             container[key] = value
         for state in (yield from self.all(call.states)):
@@ -203,7 +203,7 @@ class _Maker:
 def _set_state(made: Any, state: Any) -> None:
     set_state = getattr(type(made), "__setstate__", None)
     if set_state is not None:
-        # A copy, since PyTorch's layers change theirs, and another object of the file may hold the same one.
+        # A copy, since PyTorch's layers change their state, and another object of the file may hold the same one.
         set_state(made, copy.copy(state))
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)

@@ -1,8 +1,8 @@
 """Counts and classifies what the containers of a pickle hold, before any of them is made.
 
-Shared containers make small files large: a tuple that holds the same tuple twice, nested forty times, has 2^40 items
-for code that walks it. So each item is counted every time it is reached, and a container that contains itself is
-refused.
+Shared containers make a small file huge: a tuple that holds the same tuple twice, nested forty times, has 2^40 items
+for code that visits all of them. Each item is therefore counted every time it is reached, and a container that contains
+itself is refused.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from enum import Enum, auto
 
 from tconv_swap.files.records import Call, Items, Record
 
-#: The most items of one object, each counted every time it is reached.
-MOST_ITEMS = 10_000_000
-#: The deepest nesting of containers. Code that walks an object recurses once for each level.
-DEEPEST = 100
+#: The largest number of items of one object, each counted every time it is reached.
+MAX_ITEMS = 10_000_000
+#: The deepest nesting of containers. Code that visits an object recurses once for each level.
+MAX_DEPTH = 100
 
 
 class RefusedError(Exception):
-    """A file contains something that no honest file contains; the message says what, in a few words."""
+    """A file contains something that no harmless file contains; the message says what, in a few words."""
 
 
 class Sort(Enum):
-    """The kind of object that a record becomes, as far as this decides where the record may stand."""
+    """The kind of object that a record becomes; it decides where the record is allowed."""
 
     ATOM = auto()
     VALUE = auto()
@@ -39,12 +39,12 @@ class Sort(Enum):
     HOOK = auto()
     STORAGE = auto()
     NAME = auto()
-    """Of something that is only called."""
+    """A name that is only called."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a container holds at any depth: the sorts, the number of items, and the depth."""
+    """The content of a container at any depth: the sorts, the number of items, and the depth."""
 
     sorts: frozenset[Sort]
     items: int
@@ -55,8 +55,8 @@ class Containers:
     """Summarises containers, each once.
 
     Args:
-        children: returns what a container holds, and None for anything else.
-        sort: of anything else.
+        children: returns the content of a container, and None for anything else.
+        sort: returns the sort of anything else.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Containers:
             return Held(frozenset([self._sort(record)]), 1, 0)
         if id(record) in self._held:
             return self._held[id(record)]
-        # Without recursion, since a file decides how deep it would be.
+        # Without recursion, since the file would decide its depth.
         open_records = {id(record)}
         stack: list[tuple[Record, Collection[Record], Iterator[Record]]] = [
             (record, children, iter(children))
@@ -109,8 +109,8 @@ class Containers:
             else:
                 sorts.add(self._sort(child))
                 items += 1
-        if items > MOST_ITEMS:
-            raise RefusedError(f"its containers hold more than {MOST_ITEMS} items")
-        if depth >= DEEPEST:
-            raise RefusedError(f"its containers are nested more than {DEEPEST} deep")
+        if items > MAX_ITEMS:
+            raise RefusedError(f"its containers hold more than {MAX_ITEMS} items")
+        if depth >= MAX_DEPTH:
+            raise RefusedError(f"its containers are nested more than {MAX_DEPTH} deep")
         return Held(frozenset(sorts), items, depth + 1)

@@ -22,7 +22,7 @@ from tconv_swap.memory import is_out_of_memory, within_free_memory
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds, as records; `open_storages` is called with the element size of each storage."""
+    """The content of a file as records; `open_storages` is called with the element size of each storage."""
 
     pickle: Pickle
     open_storages: Callable[[dict[str, int], Placing], Storages]
@@ -32,7 +32,7 @@ def read_content(file: TorchFile) -> Content:
     """Returns the records of a zip or legacy file. Nothing in the file is executed.
 
     Raises:
-        LoadError: it is damaged, or exceeds a limit.
+        LoadError: the file is damaged, or exceeds a limit.
     """
     try:
         with within_free_memory():
@@ -60,7 +60,7 @@ def make(content: Content, meanings: Mapping[GlobalName, Meaning], place: Placin
     """Returns the object that the records describe. All their names have a meaning.
 
     Raises:
-        RefusedError: no honest file has such records.
+        RefusedError: no harmless file has such records.
         Exception: anything that the code of a trusted class raises.
     """
     schema.check(content.pickle.root, meanings)
@@ -77,6 +77,6 @@ def _element_bytes(root: Record, meanings: Mapping[GlobalName, Meaning]) -> list
         parts = record.id.items if isinstance(record.id, Items) else []
         dtype = meanings.get(parts[1]) if len(parts) > 2 and isinstance(parts[1], GlobalName) else None
         if dtype is None or dtype.kind is not Kind.STORAGE or not isinstance(parts[2], str):
-            raise RefusedError("a persistent id is none of a storage")
+            raise RefusedError("a persistent id does not refer to a storage")
         found.append((parts[2], dtype.value.itemsize))
     return found

@@ -1,9 +1,9 @@
-"""Exported programs (torch.export, ``.pt2``): their transposed convolutions found, swapped, and swapped back.
+"""Finds the transposed convolutions of exported programs (torch.export, ``.pt2``), swaps them, and swaps them back.
 
-A program is a graph without layers. ``lifted`` gives it layers again: a network that computes the same, in
-which every transposed convolution over a parameter is an ``nn.ConvTranspose2d`` under its old name, or ours where
-the program calls our operator. That is what is planned, verified and timed as any other; what is saved is the
-program with our operator in it.
+A program is a graph without layers. ``lifted`` makes a network with layers from it, which computes the same: every
+transposed convolution over a parameter becomes an ``nn.ConvTranspose2d`` under its old name, or our layer if the
+program calls our operator. This network is planned, verified and timed like any other; the program with our operator in
+it is saved.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Call:
     geometry: tuple[Any, ...]
     """Stride, padding, output_padding, groups, dilation."""
     backend: Backend | None
-    """None where it is PyTorch's operator."""
+    """None if it is PyTorch's operator."""
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What all calls of one layer share, besides weight and bias."""
+        """Returns what all calls of one layer share, besides weight and bias."""
         return *self.geometry, self.backend
 
 
@@ -55,11 +55,11 @@ def load_program(path: Path) -> ExportedProgram:
     """Returns the program in a ``.pt2`` file. The loader may execute code in the file: ask the user first.
 
     Raises:
-        LoadError: it is damaged, or needs something that is not installed.
+        LoadError: the file is damaged, or needs something that is not installed.
     """
     try:
-        # As a stream, since torch judges a path by its suffix, and a temporary file that is read back has another
-        # one.
+        # It is read as a stream, since torch judges a path by its suffix, and a temporary file that is read back has
+        # another one.
         with _quiet(), open(path, "rb") as stream:
             return torch.export.load(stream)
     except Exception as error:  # a damaged archive may fail in any way
@@ -73,7 +73,7 @@ def save_program(program: ExportedProgram, stream: IO[bytes]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides warnings of torch.export about torch's own code."""
+    """Hides torch.export's warnings about torch's own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -82,17 +82,17 @@ def _quiet() -> Iterator[None]:
 def swap_program(
     program: ExportedProgram, *, names: Collection[str] | None = None, backend: Backend | None = None
 ) -> ExportedProgram:
-    """A copy of ``program`` in which 2-D transposed convolutions run on our operator.
+    """Returns a copy of ``program`` in which 2-D transposed convolutions run on our operator.
 
     Args:
-        program: of ``torch.export``, before or after its decompositions.
-        names: of the layers that are swapped, such as ``decoder.up``; None swaps every 2-D transposed
-            convolution whose dtype we have, also those whose weight the graph computes.
-        backend: what computes them, as in ``tconv_swap.conv_transpose2d``, those included that ran on our operator
-            before. None leaves these with what they have: ``"auto"`` where newly swapped.
+        program: a program of ``torch.export``, before or after its decompositions.
+        names: the names of the layers that are swapped, such as ``decoder.up``; None swaps every 2-D transposed
+            convolution of a supported dtype, also those whose weight the graph computes.
+        backend: what computes them, as in ``tconv_swap.conv_transpose2d``, also those that ran on our operator before.
+            None leaves the backend of the latter, and gives ``"auto"`` to those that are newly swapped.
 
     Returns:
-        The copy. Batched inputs only are swapped; a call with an unbatched one stays as it is.
+        The copy. Only batched calls are swapped; a call with an unbatched input stays as it is.
 
     Raises:
         ValueError: there is no such backend.
@@ -114,7 +114,7 @@ def swap_program(
 
 
 def unswap_program(program: ExportedProgram) -> ExportedProgram:
-    """A copy of ``program`` in which our operator is PyTorch's again, as ``torch.onnx.export`` needs it."""
+    """Returns a copy of ``program`` with PyTorch's operator in the place of ours, as ``torch.onnx.export`` needs it."""
     result = _copied(program)
     for node in result.graph_module.graph.nodes:
         if node.target in _OURS:
@@ -131,7 +131,8 @@ def count_swapped(program: ExportedProgram) -> int:
 
 
 def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
-    """A network that computes what ``program`` does, with layers; and what could not be made a layer, in words.
+    """Returns a network with layers that computes what ``program`` computes, and lines on what could not become a
+    layer.
 
     The parameters are those of ``program`` itself.
     """
@@ -161,7 +162,8 @@ def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
 def _copied(program: ExportedProgram) -> ExportedProgram:
     with _quiet():
         result = copy.deepcopy(program)
-    # Copying a graph renames what is called like a builtin ("input"), and the signature goes by the names.
+    # Copying a graph renames nodes that have the name of a builtin ("input"), but the signature refers to the old
+    # names.
     for old, new in zip(program.graph_module.graph.nodes, result.graph_module.graph.nodes, strict=True):
         if new.name != old.name:
             new.name = old.name
@@ -169,7 +171,7 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
 
 
 def _calls(graph: fx.Graph) -> Iterator[_Call]:
-    """Reads each call from the graph only when it is asked for: by then its input may have been replaced."""
+    """Yields each call when it is needed and not before: by then its input may have been replaced."""
     for node in graph.nodes:
         if node.target in _OURS or (node.target in _FORMS and _is_swappable(node)):
             yield _call(node)
@@ -213,7 +215,7 @@ def _why_no_layer(network: nn.Module, call: _Call, layers: dict[str, tuple[Any, 
     ):
         return "its weight and bias are not those of one layer"
     if not name:
-        return "its weight is the program's own"
+        return "its weight belongs to the program itself"
     if not all(isinstance(number, int) for value in call.geometry for number in _two(value)):
         return "its arguments are symbolic"
     if layers.get(name, call.form) != call.form:
@@ -229,7 +231,7 @@ def _described(call: _Call) -> str:
 
 
 def _elsewhere(network: fx.GraphModule) -> Iterator[str]:
-    """Returns the transposed convolutions that are not swapped: 1-D, 3-D, unbatched, of other dtypes, in control
+    """Yields the transposed convolutions that are not swapped: 1-D, 3-D, unbatched, of other dtypes, in control
     flow."""
     for name, module in network.named_modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -243,9 +245,9 @@ def _elsewhere(network: fx.GraphModule) -> Iterator[str]:
             if not transposed:
                 continue
             if name:
-                yield f"{printable(where)} ({target}) is left: it is in a graph inside of the program's (control flow)"
+                yield f"{printable(where)} ({target}) is left: it is in a graph inside the program's (control flow)"
             elif node.target not in _OURS and (node.target not in _FORMS or not _is_swappable(node)):
-                yield f"{printable(where)} ({target}) is left: no batched 2-D one of a dtype that is swapped"
+                yield f"{printable(where)} ({target}) is left: it is not batched, not 2-D, or of an unsupported dtype"
 
 
 def _layer(network: fx.GraphModule, name: str, call: _Call) -> nn.ConvTranspose2d:
@@ -287,6 +289,6 @@ def _owner(parameter: str) -> str:
 
 
 def _parameters(program: ExportedProgram) -> dict[str, str]:
-    """Returns the dotted name of the parameter or buffer that each placeholder stands for."""
+    """Returns the dotted name of the parameter or buffer that each placeholder represents."""
     signature = program.graph_signature
     return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

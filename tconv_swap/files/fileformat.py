@@ -1,7 +1,7 @@
 """Recognises the format of a file from its bytes. Nothing here unpickles anything.
 
-`loading` reads two formats: the zip archives of `torch.save`, and what it wrote before PyTorch 1.6 (pickles one after
-the other, then the storages). Other formats that users pass by mistake are recognised and named.
+`loading` reads two formats: the zip archives of `torch.save`, and its format before PyTorch 1.6 (pickles one after the
+other, then the storages). Other formats that users pass by mistake are recognised and named.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LoadError(Exception):
 class TorchFile:
     """A recognised file whose content has not been read.
 
-    `format`: what `torch.save` writes now and wrote before PyTorch 1.6, a safetensors file, or what
-    `torch.export.save` writes (of which nobody can say what reading it imports).
+    `format`: what `torch.save` writes now ("zip") and wrote before PyTorch 1.6 ("legacy"), a safetensors file, or what
+    `torch.export.save` writes ("pt2"; nobody can know what reading it imports).
     """
 
     path: Path
@@ -40,7 +40,8 @@ class TorchFile:
 
 
 def printable(text: object) -> str:
-    """Returns `text` with every character escaped that could move a terminal's cursor: foreign files choose names."""
+    """Returns `text` with every character escaped that could move a terminal's cursor: the file's author chose the
+    names."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -51,10 +52,10 @@ def first_line(error: BaseException) -> str:
 
 
 def examine(path: Path) -> TorchFile:
-    """Recognise a file without executing anything in it.
+    """Recognises a file without executing anything in it.
 
     Raises:
-        LoadError: it does not exist, is not readable, or was not written by `torch.save`.
+        LoadError: the file does not exist, is not readable, or was not written by `torch.save`.
     """
     shown = printable(path)
     try:
@@ -108,7 +109,7 @@ def _examine_zip(path: Path) -> TorchFile:
         records = set(reader.get_all_records())
     except RuntimeError as error:
         raise LoadError(
-            f"{shown} is truncated or damaged, or no archive of PyTorch ({reason(error)})"
+            f"{shown} is truncated or damaged, or not an archive of PyTorch ({reason(error)})"
         ) from None
     if "constants.pkl" in records:
         raise LoadError(

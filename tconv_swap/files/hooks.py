@@ -1,7 +1,7 @@
-"""Checks what every layer keeps besides its own attributes, and the hooks that PyTorch's utilities add to it.
+"""Checks the attributes that every layer has besides its own, and the hooks that PyTorch's utilities add to a layer.
 
-A hook is called with its layer in each forward pass. So its class must be known, it may hold only what this class
-keeps, and its layer must have what the hook works on.
+A hook is called with its layer in each forward pass. Its class must therefore be known, it may hold only the attributes
+of this class, and its layer must have the tensors on which the hook works.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tconv_swap.files.records import Call, Items, Record
 
 _ATOM = frozenset({Sort.ATOM})
 _TENSORS = frozenset({Sort.ATOM, Sort.TENSOR, Sort.PARAMETER})
-#: What a layer holds by name. A computed parameter is a plain tensor.
+#: The dictionaries of a layer. A computed parameter is a plain tensor.
 _HELD = {
     "_parameters": frozenset({Sort.PARAMETER}),
     "_buffers": frozenset({Sort.TENSOR, Sort.PARAMETER}),
@@ -61,13 +61,13 @@ FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class View:
-    """What `schema` tells of a record.
+    """Functions of `schema` that describe a record.
 
     Attributes:
-        dictionary: the items of a dict, or a refusal with the words given.
-        sort: what it becomes.
-        constant: the value of a name, or of the name that a call calls.
-        check_content: refuses it where it is or holds another sort.
+        dictionary: yields the items of a dict; if it is not a dict, raises a refusal with the given words.
+        sort: returns what it becomes.
+        constant: returns the value of a name, or of the name that a call calls.
+        check_content: raises if the record is or holds a sort that is not allowed.
     """
 
     dictionary: Callable[[Record, str], Iterator[tuple[Record, Record]]]
@@ -94,7 +94,7 @@ def check_fields(fields: dict[str, Record], view: View) -> None:
     for field in _FLAGS:
         for number, flag in view.dictionary(fields.get(field, Items(dict, [])), field):
             if not (type(number) is int and isinstance(flag, bool)):
-                raise RefusedError(f"{field} holds something else than flags")
+                raise RefusedError(f"{field} holds something other than flags")
     if "_non_persistent_buffers_set" in fields:
         view.check_content(fields["_non_persistent_buffers_set"], _ATOM)
         if not (_names(fields["_non_persistent_buffers_set"], view)):
@@ -113,7 +113,7 @@ def check_hooks(fields: dict[str, Record], layer: Call, cls: type, view: View, t
     for field, classes in _HOOKS.items():
         for number, hook in view.dictionary(fields.get(field, Items(dict, [])), field):
             if type(number) is not int:
-                raise RefusedError(f"{field} of a {cls.__name__} holds something else than hooks")
+                raise RefusedError(f"{field} of a {cls.__name__} holds something other than hooks")
             kind = view.constant(hook) if isinstance(hook, Call) else None
             if isinstance(hook, Call) and view.sort(hook) is Sort.LAYER and nn.Module in classes:
                 continue
@@ -133,7 +133,9 @@ def check_hooks(fields: dict[str, Record], layer: Call, cls: type, view: View, t
                 if not isinstance(computes, Call) or not any(
                     other is computes for _, other in view.dictionary(own, "_forward_pre_hooks")
                 ):
-                    raise RefusedError(f"{field} of a {cls.__name__} holds a hook of no weight of its own")
+                    raise RefusedError(
+                        f"{field} of a {cls.__name__} holds a hook without a weight of its own"
+                    )
                 kind, state = SpectralNorm, _state(computes, view)
             _check_worked_on(kind, state, fields, cls, view, trusted)
 
@@ -154,7 +156,7 @@ def _check_worked_on(
     else:
         present = f"{name}_orig" in parameters and f"{name}_mask" in buffers
     if not present or name in FIELDS or not may_set(cls, name, trusted):
-        raise RefusedError(f"a hook of a {cls.__name__} works on {name!r:.80}, which it has not")
+        raise RefusedError(f"a hook of a {cls.__name__} works on {name!r:.80}, which the layer does not have")
 
 
 def _state(hook: Call, view: View) -> dict[str, Record]:
@@ -199,7 +201,7 @@ def _check_pruning(cls: type, state: dict[str, Record], view: View) -> None:
         if cls is prune.PruningContainer and key == "_pruning_methods":
             methods = value.items if isinstance(value, Items) else []
             if not all(isinstance(m, Call) and view.constant(m) in PRUNING for m in methods):
-                raise RefusedError("a PruningContainer holds something else")
+                raise RefusedError("a PruningContainer holds something other than pruning methods")
         else:
             view.check_content(value, _TENSORS)
 

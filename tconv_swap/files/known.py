@@ -1,4 +1,4 @@
-"""The names that a file may use without trust: PyTorch's layers and ours, tensors, hooks, and Python's containers."""
+"""Lists the names that a file may use without trust: PyTorch's layers and ours, tensors, hooks, Python's containers."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ from tconv_swap.files.shapes import MAKERS
 
 
 class Kind(Enum):
-    """The kind of thing that a name stands for, which decides what may be done with it."""
+    """The kind of object that a name refers to, which decides what may be done with it."""
 
     CONSTANT = auto()  # a dtype or a quantisation scheme: used as it is
-    VALUE = auto()  # called with atoms it makes a value that cannot be changed: a device, a size, a slice
-    CONTAINER = auto()  # called with nothing or with items it makes a container
+    VALUE = auto()  # called with atoms, it makes a value that cannot be changed: a device, a size, a slice
+    CONTAINER = auto()  # called with nothing or with items, it makes a container
     STORAGE = auto()  # the dtype of a storage
-    REBUILD = auto()  # called it makes a tensor
+    REBUILD = auto()  # called, it makes a tensor
     TENSOR = auto()  # a class of tensors
     LAZY = auto()  # a tensor without a shape
     LAYER = auto()
-    SWAPPED = auto()  # called with the class of a layer it makes ours in its place
+    SWAPPED = auto()  # called with the class of a layer, it makes our layer instead
     HOOK = auto()
-    HANDLE = auto()  # takes a hook away
-    FUNCTION = auto()  # of tensors alone: an activation
-    OBJECT = auto()  # of a class that the user trusts
-    BASE = auto()  # is named where a pickle makes an object, and no value
+    HANDLE = auto()  # removes a hook
+    FUNCTION = auto()  # a function of tensors only: an activation
+    OBJECT = auto()  # an object of a class that the user trusts
+    BASE = auto()  # named where a pickle makes an object; not a value
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name stands for. `trusted`: whether it is a class that the user has named."""
+    """What a name refers to. `trusted`: whether it is a class that the user has named."""
 
     kind: Kind
     value: Any
     trusted: bool = False
 
 
-# Functions of a tensor alone, kept as attributes by PyTorch's own transformer layers and by many networks.
+# Functions of a tensor only, which PyTorch's own transformer layers and many networks keep as attributes.
 _ACTIVATIONS = (
     F.celu, F.elu, F.gelu, F.glu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.logsigmoid, F.mish,
     F.relu, F.relu6, F.selu, F.sigmoid, F.silu, F.softplus, F.softsign, F.tanh, F.tanhshrink,
 )  # fmt: skip
-# torchvision's detectors keep it; it is imported with the classes of torchvision that the user trusts.
+# torchvision's detectors keep this function; it is imported with the classes of torchvision that the user trusts.
 BOX_IOU = GlobalName("torchvision.ops.boxes", "box_iou")
 _STORAGES = {
     "BFloat16": torch.bfloat16, "Bool": torch.bool, "Byte": torch.uint8, "Char": torch.int8,
@@ -117,7 +117,7 @@ def plain_names() -> Mapping[GlobalName, Meaning]:
 
 @functools.cache
 def network_names() -> Mapping[GlobalName, Meaning]:
-    """Returns the names of PyTorch's layers, of ours and of what they keep, and all `plain_names`."""
+    """Returns the names of PyTorch's layers, of ours and of their attributes, and all `plain_names`."""
     layers = [
         value
         for module_name, module in list(sys.modules.items())
@@ -132,7 +132,7 @@ def network_names() -> Mapping[GlobalName, Meaning]:
         **_values(Kind.HOOK, *HOOKS),
         **_values(Kind.HANDLE, RemovableHandle),
     }
-    # gelu, logsigmoid and softplus are C functions: they pickle under the name of torch._C._nn.
+    # gelu, logsigmoid and softplus are C functions: pickles refer to them as functions of torch._C._nn.
     for function in _ACTIVATIONS:
         found[GlobalName(function.__module__, function.__name__)] = Meaning(Kind.FUNCTION, function)
     return MappingProxyType(found)

@@ -1,7 +1,7 @@
 """Reads networks saved before PyTorch 1.6: pickles one after the other, then the storages.
 
-Such a pickle refers to the class of a layer by a persistent id, `("module", class, source file, source)`: here that is
-the class, under the name it has in the pickle, and the source code is ignored.
+Such a pickle refers to the class of a layer by a persistent id, `("module", class, source file, source)`. Only the
+class is used, under its name in the pickle; the source code is ignored.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tconv_swap.files.storages import Placing, Storages, storage_of
 
 #: torch.serialization.MAGIC_NUMBER, the first object of such a file.
 MAGIC = 0x1950A86A20F9469CFC6C
-# The magic number, the protocol version, byte order and word sizes. After the object come the keys of its storages.
+# The magic number, the protocol version, byte order and word sizes. The keys of the storages follow the object.
 _PICKLES_BEFORE_OBJECT = 3
 _HEADER_BYTES = 8
 
 
 @dataclass(frozen=True)
 class LegacyContent:
-    """The object of a legacy file, and the keys of its storages in the order in which these lie from `offset` on."""
+    """The object of a legacy file, and the keys of its storages in the order in which they lie from `offset` on."""
 
     pickle: Pickle
     keys: tuple[str, ...]
@@ -52,10 +52,10 @@ def _class_of_layer(identity: Record) -> Record:
 
 
 class LegacyStorages(Storages):
-    """Each storage is its number of elements in eight bytes, followed by the elements.
+    """The storages of a legacy file: each is its number of elements in eight bytes, followed by the elements.
 
     Args:
-        element_bytes: of each key, how large one element is.
+        element_bytes: the size of one element, for each key.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LegacyStorages(Storages):
         with open(path, "rb") as stream:
             for key in content.keys:
                 if key not in element_bytes:
-                    raise RefusedError(f"a storage belongs to nothing ({key!r:.40})")
+                    raise RefusedError(f"nothing refers to a storage ({key!r:.40})")
                 stream.seek(offset)
                 elements = int.from_bytes(stream.read(_HEADER_BYTES), "little", signed=True)
                 nbytes = elements * element_bytes[key]

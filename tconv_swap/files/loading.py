@@ -1,8 +1,8 @@
 """Loads networks and inputs from files without executing code that the files contain.
 
-A file is read into records (`records`), these are checked (`trust`, `schema`), and then made objects of
-(`construct`). What is executed: the modules of names that are trusted, `__setstate__` and `__reduce__` of their
-classes, and what the user names as code of his own.
+A file is read into records (`records`), these are checked (`trust`, `schema`), and objects are made from them
+(`construct`). Executed are only: the modules of trusted names, `__setstate__` and `__reduce__` of their classes, and
+the code that the user names as his own.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_mo
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A network as its file has it.
+    """A network as it was in its file.
 
     Attributes:
-        missing_devices: the devices its tensors were saved from that this machine lacks ("cuda:0"); those
-            tensors are on the CPU now.
-        notes: what a user should know about how it was loaded, in lines.
-        weights: where the file holds weights, those that were taken, as they lie in it.
-        left_out: the keys of what else lies in that file.
-        program: the exported program that the network was made from.
-        inputs: those that the program was exported with.
+        missing_devices: devices of the file's tensors that this machine does not have ("cuda:0"); these tensors are on
+            the CPU now.
+        notes: lines on how it was loaded, for the user.
+        weights: if the file holds weights, those that were taken, as they are in the file.
+        left_out: the other keys of that file.
+        program: the exported program from which the network was made.
+        inputs: the inputs with which the program was exported.
     """
 
     model: nn.Module
@@ -76,15 +76,15 @@ def load_model(
     """Returns the network in a file, on the devices from which it was saved.
 
     Args:
-        path: what `torch.save(model, path)` wrote, or `torch.export.save`; with `factory` a state_dict, a
-            checkpoint that holds one, or a safetensors file.
-        trust: names, as `module:Class`, that the file may import besides PyTorch's layers. Only those that
-            the file does name are imported; importing executes the module's code.
-        unsafe_pickle: let the file import and call anything.
-        module: a Python file whose classes the file may use. It is executed if the file does name some.
+        path: a file of `torch.save(model, path)` or of `torch.export.save`; with `factory` a state_dict, a checkpoint
+            that holds one, or a safetensors file.
+        trust: names, as `module:Class`, that the file may import besides PyTorch's layers. Only those that the file
+            uses are imported; importing executes the module's code.
+        unsafe_pickle: lets the file import and call anything.
+        module: a Python file whose classes the file may use. It is executed if the file uses one of them.
         factory: `package.module:function` or `path.py:function`; executed to build the network, which then
             gets the weights in the file, strictly.
-        key: of the weights in a file that holds more; None takes those under one of the usual names.
+        key: the key of the weights in a file that holds more; None takes those under one of the usual names.
 
     Raises:
         LoadError: the file is not a saved network, or is damaged.
@@ -92,7 +92,7 @@ def load_model(
     """
     path = Path(path)
     file = examine(path)
-    # Also where the file names no class of it, and whatever else it names: what was given is not there.
+    # This is an error even if the file uses no class of it: the given path does not exist.
     if module is not None and not module.exists():
         raise LoadError(f"--module {printable(module)}: no such file")
     if file.format == "pt2":
@@ -127,7 +127,7 @@ def _fitted(
     file: TorchFile, content: object, devices: _Devices, factory: str, key: str | None
 ) -> LoadedModel:
     """Returns the network that `factory` builds, with the weights of the file."""
-    # Before any code of the user's runs: a file that holds no weights needs none.
+    # Checked before any code of the user runs: for a file without weights none has to.
     found = weights.find_state_dict(file, content, key)
     network = build_network(factory)
     built = weights.dtypes_of(network)
@@ -136,7 +136,7 @@ def _fitted(
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
     notes += found.notes
     if prefix:
-        notes.append(f"{prefix!r} was taken off the file's keys")
+        notes.append(f"{prefix!r} was removed from the file's keys")
     if (dtypes := weights.dtypes_of(network)) != built:
         notes.append(f"the network has the dtypes of the weights, {dtypes}: it is built in {built}")
     if converted := weights.dtypes_note(network, found.weights, prefix):
@@ -153,7 +153,7 @@ def _fitted(
 def _load_program(file: TorchFile, unsafe: bool, factory: str | None) -> LoadedModel:
     shown = printable(file.path)
     if factory is not None:
-        raise LoadError(f"{shown} is a torch.export archive, with its network: leave --model away")
+        raise LoadError(f"{shown} is a torch.export archive, with its network: leave out --model")
     if not unsafe:
         raise LoadError(
             f"{shown} is a torch.export archive (.pt2), whose loader can execute what the file says: "
@@ -173,7 +173,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     """Returns the state_dict in a file that holds nothing else, on the CPU.
 
     Raises:
-        LoadError: it is something else, or is damaged.
+        LoadError: the file holds something else, or is damaged.
     """
     file = examine(path)
     if file.format == "safetensors":
@@ -185,7 +185,7 @@ def load_inputs(path: Path | str) -> Inputs:
     """Returns the inputs in a file of `torch.save`: a tensor, a tuple or list of positional arguments, or a dict of
     keyword arguments.
 
-    Only tensors and plain Python containers are allowed in the file. Tensors land on the CPU.
+    Only tensors and plain Python containers are allowed in the file. Tensors are loaded to the CPU.
 
     Raises:
         LoadError: the file is something else, or is damaged.
@@ -202,7 +202,7 @@ def load_inputs(path: Path | str) -> Inputs:
 
 
 class _Devices:
-    """`map_location` of torch.load: tensors go where they were saved from, if that exists here."""
+    """`map_location` for torch.load: puts tensors on the device from which they were saved, if this machine has it."""
 
     def __init__(self) -> None:
         self.missing: set[str] = set()
@@ -210,7 +210,7 @@ class _Devices:
     def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
         if location not in self.missing and not _exists(location):
             self.missing.add(location)
-        # None: PyTorch restores the location by itself.
+        # None makes PyTorch restore the location by itself.
         return storage if location in self.missing else None
 
 
@@ -226,7 +226,7 @@ def _exists(location: str) -> bool:
 
 
 def _load_plain(file: TorchFile, what: str) -> Any:
-    """Returns what a file of tensors and Python's containers holds; its tensors are loaded to the CPU."""
+    """Returns the content of a file of tensors and Python's containers; its tensors are loaded to the CPU."""
     content = read_content(file)
     if unknown := {name for name in content.pickle.names if name not in plain_names()}:
         raise LoadError(
@@ -252,7 +252,7 @@ def _load_anything(path: Path, place: Placing) -> Any:
     """Executes whatever the file says."""
     _start_cuda()
     try:
-        # Warnings about storages and changed sources say nothing the user can act on.
+        # The user can do nothing about warnings of storages and changed sources.
         with warnings.catch_warnings(), within_free_memory():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location=place, weights_only=False)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def _load_anything(path: Path, place: Placing) -> Any:
 
 def _start_cuda() -> None:
     if torch.cuda.is_available():
-        _exists("cuda")  # what starting it maps does not count as the file's
+        _exists("cuda")  # the memory that CUDA maps at its start does not count as the file's
 
 
 def _cannot_be_loaded(path: Path, error: Exception) -> LoadError:

@@ -1,7 +1,7 @@
-"""Reads a pickle into plain records: what it says is written down, and nothing of it is imported or called.
+"""Reads a pickle into plain records: its instructions are recorded, and nothing in it is imported or called.
 
-A pickle is a program for a small stack machine. Here each instruction that would import, call or change something
-leaves a record of what it asks for; `schema` checks the records and `construct` does what was found harmless.
+A pickle is a program for a small stack machine. Each instruction that would import, call or change something leaves a
+record instead; `schema` checks the records, and `construct` executes them if they are harmless.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pickletools import genops
 from typing import IO, Any, NamedTuple, TypeAlias
 
-#: Enough for a checkpoint with a vocabulary of a million words; reading so many takes seconds.
-MOST_OPCODES = 8_000_000
-#: Python's own limit on a number's digits in text is about this.
-MOST_BITS = 4096
+#: Enough for a checkpoint with a vocabulary of a million words; reading this many takes seconds.
+MAX_OPCODES = 8_000_000
+#: Python's own limit on the digits of a number in text is about this.
+MAX_BITS = 4096
 
 
 class MalformedError(ValueError):
@@ -23,7 +23,7 @@ class MalformedError(ValueError):
 
 
 class GlobalName(NamedTuple):
-    """Something that a pickle imports: `module` and the dotted `name` in it."""
+    """A name that a pickle imports: `module` and the dotted `name` in it."""
 
     module: str
     name: str
@@ -34,13 +34,13 @@ class GlobalName(NamedTuple):
 
     @property
     def option(self) -> str:
-        """As `--trust` takes it."""
+        """Returns the name as an argument of `--trust`."""
         return f"{self.module}:{self.name}"
 
 
 @dataclass(eq=False, slots=True)
 class Items:
-    """A tuple, list, dict, set or frozenset; of a dict the items are keys and values in turn."""
+    """A tuple, list, dict, set or frozenset; the items of a dict are keys and values in turn."""
 
     kind: type
     items: list[Record]
@@ -48,11 +48,13 @@ class Items:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An object that the pickle makes by a call of `callee` (a `GlobalName` in every honest file).
+    """An object that the pickle makes by calling `callee` (a `GlobalName` in every harmless file).
 
     Attributes:
-        new: by `callee.__new__(callee, *args)`, not by `callee(*args)`.
-        states: what it is given by BUILD, in order; appended: its items; pairs: keys and values in turn.
+        new: whether it calls `callee.__new__(callee, *args)` instead of `callee(*args)`.
+        states: the states that BUILD gives it, in order.
+        appended: its items.
+        pairs: its keys and values in turn.
     """
 
     callee: Record
@@ -66,12 +68,12 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Reference:
-    """A persistent id: something that lies elsewhere in the file, such as a storage."""
+    """A persistent id: it refers to something elsewhere in the file, such as a storage."""
 
     id: Record
 
 
-#: None, bool, int, float, str and bytes stand for themselves.
+#: None, bool, int, float, str and bytes are their own records.
 Atom: TypeAlias = bool | int | float | str | bytes | None
 Record: TypeAlias = Atom | GlobalName | Items | Call | Reference
 
@@ -85,19 +87,19 @@ class Pickle:
 
 
 def read_pickle(stream: IO[bytes], persistent: Callable[[Record], Record] = Reference) -> Pickle:
-    """The records of the next pickle in a stream, which is left behind it.
+    """Returns the records of the next pickle in a stream; the stream is then at its end.
 
     Args:
-        stream: of bytes.
-        persistent: what stands for a persistent id.
+        stream: a stream of bytes.
+        persistent: returns the record for a persistent id.
 
     Raises:
-        MalformedError, ValueError, EOFError, MemoryError: it is damaged, or exceeds a limit.
+        MalformedError, ValueError, EOFError, MemoryError: the pickle is damaged, or exceeds a limit.
     """
     machine = _Machine(persistent)
     for count, (opcode, argument, _) in enumerate(genops(stream)):
-        if count > MOST_OPCODES:
-            raise MalformedError(f"it has more than {MOST_OPCODES} instructions")
+        if count > MAX_OPCODES:
+            raise MalformedError(f"it has more than {MAX_OPCODES} instructions")
         try:
             machine.step(opcode.name, argument)
         except IndexError:
@@ -106,16 +108,16 @@ def read_pickle(stream: IO[bytes], persistent: Callable[[Record], Record] = Refe
 
 
 def modern(module: str, name: str) -> GlobalName:
-    """The name as the unpickler looks it up: protocol 2, torch.save's default, writes those of Python 2."""
+    """Returns the name as the unpickler resolves it: protocol 2, torch.save's default, writes the names of Python 2."""
     if (module, name) in NAME_MAPPING:
         return GlobalName(*NAME_MAPPING[(module, name)])
-    if module == "torch.tensor":  # what torch._tensor was called until 1.8
+    if module == "torch.tensor":  # the name of torch._tensor until 1.8
         module = "torch._tensor"
     return GlobalName(IMPORT_MAPPING.get(module, module), name)
 
 
 class _Machine:
-    """The stack machine of `pickle`. A method below is called as its instruction is, `do_REDUCE`."""
+    """The stack machine of `pickle`. The methods below are named after the instructions, such as `do_REDUCE`."""
 
     def __init__(self, persistent: Callable[[Record], Record]) -> None:
         self.persistent = persistent
@@ -159,7 +161,7 @@ class _Machine:
         self.result = self.stack.pop()
 
     def do_POP(self, _: None) -> None:
-        # As pickle: a mark is popped where nothing lies on it.
+        # As in pickle, it pops a mark if nothing lies on it.
         if self.stack:
             self.stack.pop()
         else:
@@ -196,7 +198,7 @@ class _Machine:
         items = self.pop_mark()
         target = self.stack[-1]
         if not (isinstance(target, Items) and target.kind is set):
-            raise MalformedError("it adds items to what is no set")
+            raise MalformedError("it adds items to something that is not a set")
         target.items += items
 
     def append(self, items: list[Record]) -> None:
@@ -206,7 +208,7 @@ class _Machine:
         elif isinstance(target, Call):
             target.appended += items
         else:
-            raise MalformedError("it appends to what is no list")
+            raise MalformedError("it appends to something that is not a list")
 
     def do_SETITEM(self, _: None) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -224,7 +226,7 @@ class _Machine:
         elif isinstance(target, Call):
             target.pairs += pairs
         else:
-            raise MalformedError("it sets items of what is no dict")
+            raise MalformedError("it sets items of something that is not a dict")
 
     def do_GLOBAL(self, argument: str) -> None:
         self.stack.append(self.named(*argument.split(" ", 1)))
@@ -232,13 +234,13 @@ class _Machine:
     def do_STACK_GLOBAL(self, _: None) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise MalformedError("a name that it imports is no text")
+            raise MalformedError("a name that it imports is not text")
         self.stack.append(self.named(module, name))
 
     def named(self, module: str, name: str) -> GlobalName:
         found = modern(module, name)
         if found.module != "copyreg" or found.name not in _RECONSTRUCTORS:
-            # Those of copyreg call a class that is named beside them, and are written down as that.
+            # Functions of copyreg call a class that is named beside them, and are recorded as that call.
             self.names.add(found)
         return found
 
@@ -266,7 +268,7 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if not isinstance(target, Call):
-            raise MalformedError("it gives a state to what is no object")
+            raise MalformedError("it gives a state to something that is not an object")
         target.states.append(state)
 
     def do_BINPERSID(self, _: None) -> None:
@@ -286,15 +288,15 @@ def _reduced(callee: Record, args: Items) -> Call:
         return Call(args.items[0], Items(tuple, args.items[1:]), new=True)
     if callee.name == "__newobj_ex__" and len(args.items) == 3:
         return Call(args.items[0], _a_tuple(args.items[1]), new=True, keywords=args.items[2])
-    # Protocols 0 and 1: the class, its base that is not written in Python, and the state of that base.
+    # Protocols 0 and 1 give the class, its base that is not written in Python, and the state of that base.
     if callee.name == "_reconstructor" and args.items[1:] == [GlobalName("builtins", "object"), None]:
         return Call(args.items[0], Items(tuple, []), new=True)
-    raise MalformedError(f"it calls {callee.dotted} otherwise than pickle does")
+    raise MalformedError(f"it calls {callee.dotted} in another way than pickle does")
 
 
 def _a_tuple(record: Record) -> Items:
     if not (isinstance(record, Items) and record.kind is tuple):
-        raise MalformedError("the arguments of a call are no tuple")
+        raise MalformedError("the arguments of a call are not a tuple")
     return record
 
 
@@ -305,13 +307,13 @@ def _whole(kind: type, items: list[Record]) -> Items:
 
 
 def _integer(value: int) -> int:
-    if value.bit_length() > MOST_BITS:
-        raise MalformedError(f"it holds a number of more than {MOST_BITS} bits")
+    if value.bit_length() > MAX_BITS:
+        raise MalformedError(f"it holds a number of more than {MAX_BITS} bits")
     return value
 
 
 def _python2_text(value: str) -> str:
-    """What Python 2 called a string: bytes, which pickletools gives as one letter each."""
+    """Returns a string of Python 2: bytes, of which pickletools makes one character each."""
     return value.encode("latin-1").decode("utf-8")
 
 

@@ -20,20 +20,20 @@ from tconv_swap.files.fileformat import first_line
 
 
 class SaveError(Exception):
-    """The network was not written; the message is one line, and nothing was left behind."""
+    """The network was not written; the message is one line, and no file was left."""
 
 
 def check_target(target: Path, source: Path | None = None, *, text: bool = False) -> None:
-    """Check, before any work is done, that `target` can be written.
+    """Checks, before any work is done, that `target` can be written.
 
     Args:
-        target: what is to be written.
-        source: what must not be written over.
-        text: it is for `save_text`, which writes to a pipe or a device too.
+        target: the file to write.
+        source: a file that must not be overwritten.
+        text: whether it is for `save_text`, which also writes to a pipe or a device.
 
     Raises:
-        SaveError: `target` is `source` (by another name, a symbolic or a hard link too), a directory or a
-            device, or lies in a directory that is not there or not writable.
+        SaveError: `target` is `source` (also by another name, a symbolic or a hard link), a directory or a device, or
+            its directory does not exist or is not writable.
     """
     try:
         if target.exists():
@@ -62,7 +62,7 @@ def save_model(
     check: Callable[[Path], None] | None = None,
     placed: Callable[[Path], None] | None = None,
 ) -> None:
-    """`torch.save(model, target)`, as `save_whole` does it."""
+    """Does `torch.save(model, target)` through `save_whole`."""
     save_whole(lambda stream: torch.save(model, stream), target, check=check, placed=placed)
 
 
@@ -73,16 +73,16 @@ def save_whole(
     check: Callable[[Path], None] | None = None,
     placed: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a file atomically: until the last moment `target` is what it was before.
+    """Writes a file atomically: until the last moment `target` stays as it was.
 
     Args:
         write: called with the stream to write to.
         target: an existing file is replaced and keeps its permissions; a symbolic link is followed.
-        check: called with the complete temporary file before that takes its place; may raise to prevent it.
-        placed: called with `target` once the file is in its place. SIGINT and SIGTERM wait until it has returned.
+        check: called with the complete temporary file before that replaces `target`; may raise to prevent this.
+        placed: called with `target` after the replacement. SIGINT and SIGTERM are delayed until it has returned.
 
     Raises:
-        SaveError: the file could not be written (disk full, no permission), or its content not be pickled.
+        SaveError: the file could not be written (disk full, no permission), or its content could not be pickled.
     """
     destination = _destination(target)
     # In the same directory: os.replace is atomic only within one file system.
@@ -115,10 +115,10 @@ def save_whole(
 
 
 def save_text(text: str, target: Path, *, placed: Callable[[Path], None] | None = None) -> None:
-    """Write a report as `save_whole` does, or directly into a pipe or a device.
+    """Writes a report as `save_whole` does, or directly into a pipe or a device.
 
     Raises:
-        OSError, SaveError: it could not be written; no file was left behind.
+        OSError, SaveError: it could not be written; no file was left.
     """
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8")
@@ -128,8 +128,7 @@ def save_text(text: str, target: Path, *, placed: Callable[[Path], None] | None 
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Delays SIGINT and SIGTERM until the end of the block: between the renaming and its record no signal may
-    strike."""
+    """Delays SIGINT and SIGTERM until the end of the block: no signal may come between the renaming and its record."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if None in before.values() or threading.current_thread() is not threading.main_thread():
         yield
@@ -152,7 +151,7 @@ def _destination(target: Path) -> Path:
 
 
 def _sync_directory(directory: Path) -> None:
-    """The rename itself survives a power failure; not every system lets a directory be opened."""
+    """Makes the renaming survive a power failure, on systems that allow to open a directory."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

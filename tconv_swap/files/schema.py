@@ -1,7 +1,7 @@
 """Checks the records of a pickle before anything is made of them: each object, its arguments and its state.
 
-An object of a layer's class gets data alone: tensors, numbers, text, containers of these, other layers. So no
-attribute of it is something that its methods would call, but where a layer of that very class keeps an activation.
+An object of a layer's class gets data only: tensors, numbers, text, containers of these, other layers. So its methods
+call none of its attributes, except an activation where exactly this class keeps one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OF_NAME = {
 
 
 def check(root: Record, meanings: Mapping[GlobalName, Meaning]) -> None:
-    """Raises RefusedError for the first record that is not allowed at all, or not at its place."""
+    """Raises RefusedError for the first record that is not allowed, or not allowed in its place."""
     _Schema(meanings).check(root)
 
 
@@ -111,21 +111,21 @@ class _Schema:
         return None
 
     def check_content(self, record: Record, allowed: frozenset[Sort]) -> None:
-        """Raises RefusedError if `record` is, or holds at any depth, something that is not allowed there."""
+        """Raises RefusedError if `record` is, or holds at any depth, a sort that is not allowed."""
         if wrong := self.containers.held(record).sorts - allowed:
             names = ", ".join(sorted(sort.name.lower() for sort in wrong))
-            raise RefusedError(f"there is a {names} where only data may be")
+            raise RefusedError(f"there is a {names} where only data is allowed")
 
     def dictionary(self, record: Record, what: str) -> Iterator[tuple[Record, Record]]:
-        """Returns the items of a dict or an OrderedDict."""
+        """Yields the items of a dict or an OrderedDict."""
         if isinstance(record, Items) and record.kind is dict:
             flat = record.items
         elif isinstance(record, Call) and self.meaning(record).value in (OrderedDict,):
             flat = record.pairs
-            if record.args.items:  # Python 2 writes them so: a list of pairs
+            if record.args.items:  # Python 2 writes an OrderedDict as a list of pairs
                 flat = [*self._old_pairs(record), *flat]
         else:
-            raise RefusedError(f"{what} is no dict")
+            raise RefusedError(f"{what} is not a dict")
         return zip(flat[::2], flat[1::2], strict=True)
 
     def _old_pairs(self, record: Call) -> Iterator[Record]:
@@ -161,20 +161,20 @@ class _Schema:
         sets = meaning.value in (set, frozenset)
         for argument in call.args.items:
             if not (isinstance(argument, Items) and argument.kind in (list, tuple, dict)):
-                raise RefusedError(f"it calls {_shown(call)} with something else than items")
+                raise RefusedError(f"it calls {_shown(call)} with something other than items")
             if sets:
                 self.check_items(Items(frozenset, argument.items))
             elif argument.kind is not dict:
                 for pair in argument.items:
                     if not (isinstance(pair, Items) and pair.kind in (list, tuple) and len(pair.items) == 2):
-                        raise RefusedError(f"it calls {_shown(call)} with something else than pairs")
+                        raise RefusedError(f"it calls {_shown(call)} with something other than pairs")
                     self.check_key(pair.items[0])
         if sets and (call.pairs or call.states):
             raise RefusedError(f"it sets items of {_shown(call)}")
         for key in call.pairs[::2]:
             self.check_key(key)
         for state in call.states:
-            # The state_dict of a network has its versions in an attribute.
+            # The state_dict of a network keeps its versions in an attribute.
             for key, _ in self.dictionary(state, f"the state of {_shown(call)}"):
                 if key != "_metadata":
                     raise RefusedError(f"it gives {_shown(call)} the attribute {key!r:.80}")
@@ -217,9 +217,9 @@ class _Schema:
         inner = self.meanings.get(function) if isinstance(function, GlobalName) else None
         kind = self.meanings.get(cls) if isinstance(cls, GlobalName) else None
         if inner is None or inner.kind is not Kind.REBUILD or inner.value == "_rebuild_from_type_v2":
-            raise RefusedError("it makes a tensor by what makes none")
+            raise RefusedError("it makes a tensor with a function that makes none")
         if kind is None or kind.kind is not Kind.TENSOR:
-            raise RefusedError("it makes a tensor of a class that is none of tensors")
+            raise RefusedError("it makes a tensor of a class that is not a tensor class")
         if not isinstance(arguments, Items) or arguments.kind is not tuple:
             raise RefusedError(f"it calls {_shown(call)} with something unusual")
         self.check_rebuild(Call(function, arguments), inner)
@@ -236,7 +236,7 @@ class _Schema:
         self.check_content(state, _DATA)
 
     def check_old_parameter(self, call: Call, meaning: Meaning) -> None:
-        """As PyTorch 0.3 wrote it: Parameter(tensor), then (requires_grad, volatile, no hooks)."""
+        """Checks a parameter of PyTorch 0.3: Parameter(tensor), then (requires_grad, volatile, no hooks)."""
         states = call.states[0].items if call.states and isinstance(call.states[0], Items) else []
         fits = (
             meaning.value is self.constant(GlobalName("torch.nn.parameter", "Parameter"))
@@ -266,13 +266,13 @@ class _Schema:
 
     def check_swapped(self, call: Call, maker: Meaning) -> None:
         if call.new or not call.args.items or len(call.states) != 1 or call.appended or call.pairs:
-            raise RefusedError("it makes a layer of ours in an unusual way")
+            raise RefusedError("it makes one of our layers in an unusual way")
         given = [self.meanings.get(n) if isinstance(n, GlobalName) else None for n in call.args.items]
         classes = [one for one in given if one is not None and one.kind is Kind.LAYER]
         if len(classes) < len(given) or not shapes.has_swapped_form(
             maker.value, [one.value for one in classes]
         ):
-            raise RefusedError("it makes a layer of ours of a class that has none")
+            raise RefusedError("it makes one of our layers from a class that has none")
         self.check_layer_state(call, classes[0].value, classes[0].trusted, swapped=True)
 
     def check_layer_state(self, call: Call, cls: type, trusted: bool, swapped: bool = False) -> None:
@@ -316,15 +316,15 @@ class _Schema:
             raise RefusedError(f"it makes {_shown(call)} in an unusual way")
         extra = items[2].items if len(items) == 3 and isinstance(items[2], Items) else []
         if not isinstance(items[1], int) or not 0 <= items[1] < 1 << 40:
-            raise RefusedError("the number of a hook is no number")
+            raise RefusedError("the id of a hook is not an integer")
         for hooked in [items[0], *extra] if items[0] is not None else extra:
             if self.constant(hooked) is not OrderedDict or not isinstance(hooked, Call):
-                raise RefusedError("a handle of a hook belongs to no hooks")
+                raise RefusedError("a handle does not belong to any hooks")
 
     # --- what the user trusts --------------------------------------------------------------------------------
 
     def check_making(self, call: Call, meaning: Meaning) -> None:
-        """By `__new__`, or by the class itself where its `__reduce__` says so."""
+        """Checks a call of `__new__`, or of the class itself if its `__reduce__` returns that."""
         cls = meaning.value
         if not call.new and not (meaning.trusted and shapes.reduces_itself(cls)):
             raise RefusedError(f"it calls {_shown(call)}")
@@ -382,4 +382,4 @@ def reachable(root: Record) -> Iterator[Record]:
 
 
 def _shown(call: Call) -> str:
-    return call.callee.dotted if isinstance(call.callee, GlobalName) else "what another call returns"
+    return call.callee.dotted if isinstance(call.callee, GlobalName) else "the result of another call"

@@ -1,5 +1,4 @@
-"""Checks, on records, the arguments of functions that make values and tensors, and which methods a class
-overrides."""
+"""Checks, on records, the arguments of functions that make values and tensors, and which methods a class overrides."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from tconv_swap.files.records import Call, GlobalName, Items, Record, Reference
 from tconv_swap.layer import SWAPPED, _new_swapped_layer
 
 LISTS = (list, deque)
-#: Gives the value of a name, or of the name that a call calls.
+#: Returns the value of a name, or of the name that a call calls.
 Constant: TypeAlias = Callable[[Record], Any]
 _Predicate: TypeAlias = Callable[[Record, Constant], bool]
-_MOST_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 
 
 def are_arguments_of(function: object, arguments: list[Record], constant: Constant) -> bool:
-    """Returns whether an honest file calls `function`, a class or the name of a function of torch, with these
+    """Returns whether a harmless file calls `function`, a class or the name of a function of torch, with these
     arguments."""
     return any(
         len(form) == len(arguments)
@@ -33,22 +32,22 @@ def are_arguments_of(function: object, arguments: list[Record], constant: Consta
 
 
 def has_own(cls: type, method: str) -> bool:
-    """Returns whether a class has a method that comes neither from `object` nor from nn.Module."""
+    """Returns whether a class has a method that it inherits neither from `object` nor from nn.Module."""
     found = next(base for base in (*cls.__mro__, None) if base is None or method in vars(base))
     return found not in (None, object, nn.Module)
 
 
 def reduces_itself(cls: type) -> bool:
-    """Returns whether pickles of a class call it, since it has a `__reduce__` of its own."""
+    """Returns whether pickles of a class call the class, because it defines a `__reduce__`."""
     return has_own(cls, "__reduce__") or has_own(cls, "__reduce_ex__") or issubclass(cls, enum.Enum)
 
 
-#: Functions that pickles of our layers name: each takes classes and returns a layer of ours without state.
+#: Functions that pickles of our layers name: each takes classes and returns one of our layers without state.
 MAKERS = (_new_swapped_layer, modules._new_container, handed._new_handing)
 
 
 def has_swapped_form(maker: Callable[..., nn.Module], classes: list[type]) -> bool:
-    """Returns whether one of ``MAKERS`` makes a layer of ours from these classes."""
+    """Returns whether one of ``MAKERS`` makes one of our layers from these classes."""
     if maker is modules._new_container:
         return (
             len(classes) == 2
@@ -109,7 +108,7 @@ def _integers(record: Record, constant: Constant) -> bool:
     return (
         isinstance(record, Items)
         and record.kind in (tuple, list)
-        and len(record.items) <= _MOST_DIMENSIONS
+        and len(record.items) <= _MAX_DIMENSIONS
         and all(map(is_integer, record.items))
     )
 
@@ -144,7 +143,7 @@ def _layout(record: Record, constant: Constant) -> bool:
 
 
 def _bits(record: Record, _: Constant) -> bool:
-    """The conjugate and the negative bit of a tensor."""
+    """Returns whether the record holds the conjugate and the negative bit of a tensor."""
     if not (isinstance(record, Items) and record.kind is dict):
         return record is None
     keys, values = record.items[::2], record.items[1::2]
@@ -165,7 +164,8 @@ def _quantizer(record: Record, constant: Constant) -> bool:
 
 
 def _sparse(record: Record, constant: Constant) -> bool:
-    """Of COO: indices, values, size and, since PyTorch 2.1, whether it is coalesced; of the others one tensor more."""
+    """Checks for COO: indices, values, size and, since PyTorch 2.1, whether it is coalesced; the others have one tensor
+    more."""
     items = record.items if isinstance(record, Items) and record.kind is tuple else []
     forms: tuple[tuple[_Predicate, ...], ...] = (
         (_tensor, _tensor, _integers),

@@ -1,4 +1,4 @@
-"""Reads the bytes of tensors from a file, and brings them to their device."""
+"""Reads the bytes of tensors from a file, and moves them to their device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DEVICE = re.compile(r"cpu|meta|(cuda|xpu|mps)(:\d{1,4})?")
 
 
 def on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """A `Placing` for tensors that are only looked at."""
+    """A `Placing` for tensors that are only read."""
     return storage
 
 
 def is_device(location: str) -> bool:
-    """Returns whether PyTorch itself has devices of this name. Others come from packages that a file must not
+    """Returns whether PyTorch itself has devices of this name. Other names come from packages that a file must not
     import."""
     return _DEVICE.fullmatch(location) is not None
 
@@ -41,11 +41,11 @@ class Storages:
         """Returns the bytes under a key, on the CPU.
 
         Raises:
-            RefusedError: there are none, or another number of bytes.
+            RefusedError: there are no bytes, or another number of them.
         """
 
     def storage(self, parts: list[Any]) -> tuple[torch.UntypedStorage, torch.dtype]:
-        """Returns what a persistent id stands for: `("storage", dtype, key, device, number of elements, part or
+        """Returns the storage for a persistent id: `("storage", dtype, key, device, number of elements, part or
         None)`."""
         types = [type(part) for part in parts]
         if (
@@ -53,7 +53,7 @@ class Storages:
             or len(parts) not in (5, 6)
             or parts[0] != "storage"
         ):
-            raise RefusedError("a persistent id is none of a storage")
+            raise RefusedError("a persistent id does not refer to a storage")
         _, dtype, key, location, elements, *view = parts
         nbytes = elements * dtype.itemsize
         if not 0 <= nbytes < 1 << 62:
@@ -77,16 +77,16 @@ class Storages:
     @staticmethod
     def _part(storage: torch.UntypedStorage, view: Any, dtype: torch.dtype) -> torch.UntypedStorage:
         if not isinstance(view, tuple) or [type(part) for part in view[1:]] != [int, int]:
-            raise RefusedError("a part of a storage is none")
+            raise RefusedError("a part of a storage is malformed")
         start, end = view[1] * dtype.itemsize, (view[1] + view[2]) * dtype.itemsize
         if not 0 <= start <= end <= storage.nbytes():
-            raise RefusedError("a part of a storage lies outside of it")
+            raise RefusedError("a part of a storage lies outside it")
         part: torch.UntypedStorage = storage[start:end]
         return part
 
 
 class ZipStorages(Storages):
-    """The storages of a zip archive; each is an entry of its own."""
+    """The storages of a zip archive; each is a separate entry."""
 
     def __init__(self, reader: Any, place: Placing) -> None:
         super().__init__(place)

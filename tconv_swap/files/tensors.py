@@ -1,7 +1,7 @@
 """Makes the tensors that a file describes, after checking that they lie inside their storages.
 
-PyTorch's own functions take a file's word for much of that: sparse indices out of bounds and channels of a quantised
-tensor that it has not are read from wherever they point to.
+PyTorch's own functions do not check much of that: sparse indices out of bounds and missing channels of a quantised
+tensor are read from whatever memory they point to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tconv_swap.files.containers import RefusedError
 
-_MOST_BYTES = (1 << 63) - 1
+_MAX_BYTES = (1 << 63) - 1
 _QUANTIZED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -24,7 +24,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def rebuild(function: str, arguments: Sequence[Any]) -> Tensor:
     """Returns the result of a function of `torch._utils`; `shapes` has checked the types of its arguments.
 
-    A storage is given as ``(storage, dtype)``.
+    A storage is passed as ``(storage, dtype)``.
 
     Raises:
         RefusedError: the arguments do not fit together.
@@ -33,7 +33,7 @@ def rebuild(function: str, arguments: Sequence[Any]) -> Tensor:
         return _MAKERS[function](*arguments)
     except (RuntimeError, TypeError, ValueError, IndexError, OverflowError, NotImplementedError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise RefusedError(f"a tensor that cannot be: {lines[0]:.120}") from error
+        raise RefusedError(f"an impossible tensor: {lines[0]:.120}") from error
 
 
 def _check_inside(
@@ -41,12 +41,12 @@ def _check_inside(
 ) -> None:
     if len(size) != len(stride) or min((offset, *size, *stride)) < 0:
         raise RefusedError("the size and the strides of a tensor do not fit together")
-    if math.prod(max(1, n) for n in size) * itemsize > _MOST_BYTES:
+    if math.prod(max(1, n) for n in size) * itemsize > _MAX_BYTES:
         raise RefusedError("a tensor is larger than any memory")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     end = offset if 0 in size else last + 1
     if end * itemsize > nbytes:
-        raise RefusedError("a tensor lies outside of its storage")
+        raise RefusedError("a tensor lies outside its storage")
 
 
 def _strided(
@@ -93,7 +93,7 @@ def _quantized(
 ) -> Tensor:
     storage, dtype = stored
     if dtype not in _QUANTIZED or requires_grad or storage.device.type == "meta":
-        raise RefusedError("a quantised tensor has a dtype that is none of those")
+        raise RefusedError("a quantised tensor has a dtype that is not quantised")
     _check_inside(storage.nbytes(), dtype.itemsize, offset, size, stride)
     if quantizer[0] == torch.per_tensor_affine:
         _, scale, zero_point = quantizer
@@ -117,7 +117,7 @@ def _check_channels(quantizer: tuple[Any, ...], size: Sequence[int], dtype: torc
         given = values if isinstance(values, Tensor) else torch.tensor(values)
         plain = given.layout is torch.strided and not given.is_quantized and not given.is_meta
         if not plain or list(given.shape) != [size[axis]] or not bool(torch.isfinite(given).all()):
-            raise RefusedError("a quantised tensor has not one scale and zero point for each channel")
+            raise RefusedError("a quantised tensor does not have a scale and a zero point for each channel")
     points = zero_points.tolist() if isinstance(zero_points, Tensor) else zero_points
     if whole and not all(_may_be_zero_point(point, dtype) for point in points):
         raise RefusedError("a zero point of a quantised tensor is out of range")
@@ -132,11 +132,11 @@ def _sparse(layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
     parts = [part for part in data if isinstance(part, Tensor)]
     indices, values = parts[:-1], parts[-1]
     if any(part.layout is not torch.strided or part.is_quantized or part.is_meta for part in parts):
-        raise RefusedError("a sparse tensor is made of tensors that are none of numbers")
+        raise RefusedError("a sparse tensor is made of tensors without numbers")
     if any(index.dtype not in (torch.int32, torch.int64) for index in indices):
-        raise RefusedError("the indices of a sparse tensor are no whole numbers")
+        raise RefusedError("the indices of a sparse tensor are not integers")
     size = data[len(parts)]
-    _check_inside(_MOST_BYTES, values.dtype.itemsize, 0, size, [0] * len(size))
+    _check_inside(_MAX_BYTES, values.dtype.itemsize, 0, size, [0] * len(size))
     if layout is torch.sparse_coo and len(indices) == 1:
         coalesced = data[3] if len(data) == 4 else None
         _check_coalesced(indices[0], coalesced)
@@ -147,7 +147,7 @@ def _sparse(layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
         compressed: Any = torch.sparse_compressed_tensor
         made: Tensor = compressed(*indices, values, size, layout=layout, check_invariants=True)
         return made
-    raise RefusedError("a sparse tensor has not the parts of its layout")
+    raise RefusedError("a sparse tensor does not have the parts of its layout")
 
 
 def _check_coalesced(indices: Tensor, coalesced: bool | None) -> None:
@@ -161,7 +161,7 @@ def _check_coalesced(indices: Tensor, coalesced: bool | None) -> None:
 def _nested(buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor) -> Tensor:
     tables = (sizes, strides, offsets)
     if any(t.dtype is not torch.int64 or t.layout is not torch.strided or not t.is_cpu for t in tables):
-        raise RefusedError("the sizes of a nested tensor are no whole numbers")
+        raise RefusedError("the sizes of a nested tensor are not integers")
     plain = buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_nested
     if not plain or buffer.dim() != 1 or not buffer.is_contiguous():
         raise RefusedError("a nested tensor has no plain buffer")
@@ -177,7 +177,7 @@ def _nested(buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor) -> 
 
 
 def _meta(dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], requires_grad: bool) -> Tensor:
-    _check_inside(_MOST_BYTES, dtype.itemsize, 0, size, stride)
+    _check_inside(_MAX_BYTES, dtype.itemsize, 0, size, stride)
     return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 

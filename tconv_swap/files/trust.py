@@ -24,7 +24,7 @@ from tconv_swap.files.usercode import (
     let_working_directory_be_imported,
 )
 
-# Of Python itself, only classes that hold data are allowed. With another one a file could execute anything.
+# Of Python itself, only classes that hold data are allowed. With other classes a file could execute anything.
 _OF_PYTHON = frozenset(
     {
         "argparse.Namespace", "collections.defaultdict", "collections.deque", "datetime.date", "datetime.datetime",
@@ -38,13 +38,13 @@ _UNRESTRAINED_MODULES = (
     "cloudpickle", "dill", "joblib", "torch._C", "torch._dynamo", "torch._inductor", "torch.distributed", "torch.hub",
     "torch.jit", "torch.multiprocessing", "torch.package", "torch.serialization", "torch.utils.cpp_extension",
 )  # fmt: skip
-_MOST_NAMES_SHOWN = 50
+_MAX_NAMES_SHOWN = 50
 
 
 class UntrustedError(LoadError):
-    """The file imports names that the user has not trusted; `names` are all of them. Nothing in it was executed.
+    """The file imports names that the user has not trusted; `names` are all of them. Nothing in the file was executed.
 
-    `module` is the user's file that does not help, of which the message says why.
+    `module` is the user's file that does not define them; the message says why it does not help.
     """
 
     def __init__(self, path: Path, names: Iterable[GlobalName], module: Path | None = None) -> None:
@@ -77,13 +77,12 @@ def _taken_apart(option: str) -> GlobalName:
 def meanings_of(
     path: Path, names: Iterable[GlobalName], trust: Iterable[str], module: Path | None = None
 ) -> Mapping[GlobalName, Meaning]:
-    """Returns what every name in a file stands for. Imports trusted classes (and `module`) if they are among the
-    names.
+    """Returns the meaning of every name in a file. Imports trusted classes (and `module`) if they are among the names.
 
     Raises:
-        LoadError: something trusted cannot be imported.
-        UntrustedError: there is another name, or one that is not trusted in spite of the user: no class, or one of
-            Python's own with which a file can do anything.
+        LoadError: a trusted name cannot be imported.
+        UntrustedError: there is another name, or one that is refused although the user trusts it: it is not a class, or
+            it is one of Python's own with which a file can do anything.
     """
     known = network_names()
     foreign = {name for name in names if name not in known}
@@ -122,7 +121,7 @@ def _meaning(path: Path, name: GlobalName, found: Any) -> Meaning:
 
 
 def prepare_for_anything(module: Path | None) -> None:
-    """Lets an unrestricted unpickler find the user's own classes: `module` is executed."""
+    """Lets an unrestricted unpickler find the user's own classes: it executes `module`."""
     let_working_directory_be_imported()
     if module is not None:
         _let_scripts_classes_be_found(import_file(module))
@@ -137,7 +136,7 @@ def _is_unrestrained(name: GlobalName) -> bool:
 
 
 def _may_be_of(name: GlobalName, module: Path) -> bool:
-    """Returns whether a class of this name may come from the user's file, which may have been run as a script."""
+    """Returns whether a class of this name may come from the user's file, which may also have been run as a script."""
     return name.module == "__main__" or name.module.rpartition(".")[2] == module.stem
 
 
@@ -149,11 +148,11 @@ def _let_scripts_classes_be_found(module: ModuleType) -> None:
 
 
 def _refusal(path: Path, names: tuple[GlobalName, ...], module: Path | None) -> str:
-    shown = [printable(name.dotted) for name in names[:_MOST_NAMES_SHOWN]]
-    if len(names) > _MOST_NAMES_SHOWN:
-        shown.append(f"{len(names) - _MOST_NAMES_SHOWN} more")
+    shown = [printable(name.dotted) for name in names[:_MAX_NAMES_SHOWN]]
+    if len(names) > _MAX_NAMES_SHOWN:
+        shown.append(f"{len(names) - _MAX_NAMES_SHOWN} more")
     text = f"{printable(path)} would execute code that is not PyTorch's own: {', '.join(shown)}."
-    # --module may make a class of a script known; that of Python's own named __main__ is none.
+    # --module may define a class of a script; Python's own module __main__ does not.
     anything = [name for name in names if name.module != "__main__" and _is_unrestrained(name)]
     scripts = [name for name in names if name.module == "__main__"]
     if anything:
@@ -162,11 +161,11 @@ def _refusal(path: Path, names: tuple[GlobalName, ...], module: Path | None) -> 
             "--unsafe-pickle executes whatever the file contains: use it only on a file of your own"
         )
     if module is not None and any(_may_be_of(name, module) for name in names):
-        lacking = ", ".join(printable(name.name) for name in names[:_MOST_NAMES_SHOWN])
+        lacking = ", ".join(printable(name.name) for name in names[:_MAX_NAMES_SHOWN])
         return f"{text} {printable(module)} defines no class {lacking}"
     if module is not None:
         text += (
-            f" {printable(module)} does not help: it stands for classes of the module {module.stem!r} or of a "
+            f" {printable(module)} does not help: it defines classes of the module {module.stem!r} or of a "
             "script only."
         )
     if scripts:
@@ -178,9 +177,9 @@ def _refusal(path: Path, names: tuple[GlobalName, ...], module: Path | None) -> 
     no_classes = [name for name in names if not defines_class(name.module, name.name)]
     if no_classes:
         return (
-            f"{text} --trust takes classes only, and {printable(no_classes[0].dotted)} is none that can be found; "
+            f"{text} --trust takes classes only, and {printable(no_classes[0].dotted)} is not a class; "
             "--model builds a network and loads weights into it, and --unsafe-pickle executes whatever the file "
             "contains: use it only on a file of your own"
         )
-    options = " ".join(f"--trust {printable(name.option)}" for name in names[:_MOST_NAMES_SHOWN])
+    options = " ".join(f"--trust {printable(name.option)}" for name in names[:_MAX_NAMES_SHOWN])
     return f"{text} If you trust it, add: {options}"

@@ -31,7 +31,7 @@ def import_module(name: str) -> ModuleType:
     let_working_directory_be_imported()
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # importing runs foreign code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise LoadError(f"cannot import {printable(name)} ({first_line(error)})") from error
 
 
@@ -39,8 +39,8 @@ def import_file(path: Path) -> ModuleType:
     """Imports the Python file ``path`` as a module of its name, as a script in the same directory would.
 
     Raises:
-        LoadError: there is no such file, its name is not a valid module name or is taken by another module, or it
-        raises.
+        LoadError: there is no such file, its name is not a valid module name or belongs to another module, or it
+            raises.
     """
     shown = printable(path)
     name = path.stem
@@ -52,8 +52,8 @@ def import_file(path: Path) -> ModuleType:
     if loaded is not None or name in sys.stdlib_module_names:
         if loaded is not None and _is_file_of(loaded, path):
             return loaded
-        raise LoadError(f"{shown} cannot be imported: another module is called {name!r}; rename the file")
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise LoadError(f"{shown} cannot be imported: another module has the name {name!r}; rename the file")
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
         raise LoadError(f"{shown} is not a regular file")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -84,8 +84,7 @@ def parse_file(text: str) -> Path:
 
 
 def build_network(factory: str) -> nn.Module:
-    """Returns what the factory ``package.module:function`` or ``path.py:function`` returns when called without
-    arguments.
+    """Calls the factory ``package.module:function`` or ``path.py:function`` without arguments and returns its network.
 
     Raises:
         LoadError: it cannot be imported or called, or does not return a network.
@@ -103,7 +102,7 @@ def build_network(factory: str) -> nn.Module:
 
 
 def parse_factory(option: str) -> tuple[str, str]:
-    """Splits ``pkg.mod:factory`` or ``path.py:factory`` into place and name.
+    """Splits ``pkg.mod:factory`` or ``path.py:factory`` into module or file, and name.
 
     Raises:
         ValueError: it has neither form.
@@ -123,7 +122,7 @@ def find(place: str, name: str) -> Callable[..., Any]:
     """Returns the object ``name`` of a module or a Python file.
 
     Raises:
-        LoadError: there is none.
+        LoadError: there is no such object.
     """
     found: Any = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     for part in name.split("."):
@@ -150,7 +149,7 @@ def defines_class(module: str, name: str) -> bool:
     place: Sequence[str] | None = None
     spec = None
     for part in itertools.accumulate(module.split("."), "{}.{}".format):
-        # Not importlib.util.find_spec, which imports the packages around a module.
+        # importlib.util.find_spec would import the packages that contain the module.
         spec = PathFinder.find_spec(part, place)
         place = None if spec is None else spec.submodule_search_locations
         if spec is None or (place is None and part != module):
@@ -170,9 +169,9 @@ def defines_class(module: str, name: str) -> bool:
 
 
 def let_working_directory_be_imported() -> None:
-    """Adds the working directory to the search path, as `python script.py` adds the script's. The console script's
-    own path holds only its bin directory."""
-    # Last, so that nothing in the directory can stand in for an installed package.
+    """Adds the working directory to the search path, as `python script.py` adds the script's. The path of the console
+    script has only its bin directory."""
+    # It comes last, so that no file in it can replace an installed package.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 

@@ -18,7 +18,7 @@ from tconv_swap.files.fileformat import LoadError, TorchFile, first_line, printa
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "params_ema", "params")
 #: Prefixes that wrappers put in front of every key.
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
-_MOST_KEYS_SHOWN = 3
+_MAX_KEYS_SHOWN = 3
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -30,13 +30,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     library = _safetensors(path)
     try:
         return library.load_file(path)  # type: ignore[no-any-return]
-    except Exception as error:  # SafetensorError, and what a crafted header makes of the sizes
+    except Exception as error:  # SafetensorError, or another error from the sizes of a crafted header
         raise LoadError(f"{printable(path)} is truncated or damaged ({first_line(error)})") from error
 
 
 def write_safetensors(weights: Mapping[str, Tensor], stream: IO[bytes]) -> None:
     """Raises LoadError if safetensors is not installed."""
-    # The format has no strides and no shared storages: each tensor is written by itself.
+    # The format has no strides and no shared storages, so each tensor is written separately.
     separate = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in weights.items()
@@ -67,9 +67,9 @@ class Found:
 
     Attributes:
         weights: the state_dict.
-        key: under which it lies in the file; None where the file is nothing else.
-        others: the file's other keys.
-        candidates: those of them that hold a state_dict too.
+        key: its key in the file; None if the file holds nothing else.
+        others: the other keys of the file.
+        candidates: the other keys that hold a state_dict too.
     """
 
     weights: dict[str, Tensor]
@@ -79,7 +79,7 @@ class Found:
 
     @property
     def notes(self) -> list[str]:
-        """Returns what a user should know about which weights were taken."""
+        """Returns notes for the user on which weights were taken."""
         if self.key is None:
             return []
         line = f"the weights are those under {printable(repr(self.key))} in the file"
@@ -92,11 +92,11 @@ def find_state_dict(file: TorchFile, content: object, key: str | None = None) ->
     or the value under one of the usual keys.
 
     Raises:
-        LoadError: there is none.
+        LoadError: there is no state_dict.
     """
     shown = printable(file.path)
     if isinstance(content, nn.Module):
-        raise LoadError(f"{shown} holds a whole network: leave --model away")
+        raise LoadError(f"{shown} holds a whole network: leave out --model")
     if is_state_dict(content) and key is None:
         return Found(dict(content))  # type: ignore[call-overload]
     if not isinstance(content, Mapping):
@@ -111,7 +111,7 @@ def find_state_dict(file: TorchFile, content: object, key: str | None = None) ->
             tuple(name for name in candidates if name != taken),
         )
     if is_state_dict(content):
-        raise LoadError(f"{shown} is a state_dict as a whole: leave --key away")
+        raise LoadError(f"{shown} is a state_dict as a whole: leave out --key")
     where = "" if key is None else f" under {printable(repr(key))}"
     advice = f": --key NAME takes the weights under {_quoted(candidates)}" if candidates else ""
     raise LoadError(
@@ -120,29 +120,29 @@ def find_state_dict(file: TorchFile, content: object, key: str | None = None) ->
 
 
 def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) -> str:
-    """Puts the weights into the network, every one into its place and nothing left over.
+    """Loads the weights into the network; every key must match.
 
-    A prefix that a wrapper has put in front of every key is taken off where that makes the keys fit. A weight
-    that is tied to one in the file need not be there itself. The network gets the file's dtypes: see `_cast`.
+    A prefix that a wrapper has added to every key is removed if the keys match without it. A tied weight may be missing
+    if the weight that it is tied to is in the file. The network gets the file's dtypes: see `_cast`.
 
     Returns:
-        The prefix that was taken off; ``""`` if none.
+        The prefix that was removed; ``""`` if none was.
 
     Raises:
-        LoadError: keys are missing or left over, or a shape differs.
+        LoadError: keys are missing or unexpected, or a shape differs.
     """
     own = network.state_dict(keep_vars=True)
     prefix, fitted = _without_prefix(weights, own)
     present = {id(own[name]) for name in own.keys() & fitted.keys()}
     missing = [name for name in own if name not in fitted and id(own[name]) not in present]
     unexpected = [name for name in fitted if name not in own]
-    for names, what in ((missing, "lacks"), (unexpected, "has, and the network has not,")):
+    for names, what in ((missing, "lacks"), (unexpected, "also has")):
         if names:
             raise LoadError(f"{printable(path)} does not fit the network: it {what} {_shown(names)}")
     for name, tensor in fitted.items():
         if (
             isinstance(own[name], Tensor)
-            and not nn.parameter.is_lazy(own[name])  # asked first: such a one has no shape to ask for
+            and not nn.parameter.is_lazy(own[name])  # checked first: a lazy parameter has no shape
             and own[name].shape != tensor.shape
         ):
             raise LoadError(
@@ -160,7 +160,7 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) ->
 def as_read(network: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Returns the weights as the file has them, for writing them again.
 
-    If the network's own tensors are equal they are taken instead, so that nothing is in memory twice.
+    Tensors of the network that are equal are taken instead, so that nothing is in memory twice.
     """
     own = network.state_dict()
 
@@ -172,7 +172,7 @@ def as_read(network: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict
 
 
 def dtypes_note(network: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> str:
-    """Returns what a user should know about dtypes after loading: which weights were converted; empty if none was."""
+    """Returns a note for the user on which weights were converted to another dtype; empty if none was."""
     own = network.state_dict()
     loaded = (
         (t.dtype, getattr(own.get(name.removeprefix(prefix)), "dtype", None)) for name, t in weights.items()
@@ -197,16 +197,16 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _cast(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the network the dtypes of the weights: loading alone would silently convert them to the network's.
+    """Gives the network the dtypes of the weights: loading alone would silently convert the weights to the network's.
 
-    Floating-point ones only: whole numbers may be indices. A network that mixes dtypes keeps them, since its forward
-    goes by them, and so does one whose weights are stored in a dtype that layers do not compute in.
+    Only floating-point tensors are converted: integers may be indices. A network that mixes dtypes keeps them, since
+    its forward depends on them, and so does one whose weights are stored in a dtype in which layers do not compute.
     """
     tensors = (*network.parameters(), *network.buffers())
     stored, held = _floating_dtypes(weights.values()), _floating_dtypes(tensors)
     if len(held) != 1 or not stored <= {*op.SUPPORTED_DTYPES} or stored == held:
         return
-    # `to` reaches what is in no state_dict too, but would cut complex numbers.
+    # `to` reaches also tensors that are in no state_dict, but would drop the imaginary part of complex numbers.
     if len(stored) == 1 and not any(tensor.is_complex() for tensor in tensors):
         network.to(dtype=next(iter(stored)))
         return
@@ -237,8 +237,8 @@ def _quoted(names: Iterable[object]) -> str:
 
 def _shown(names: Iterable[str]) -> str:
     names = list(names)
-    text = ", ".join(printable(name) for name in names[:_MOST_KEYS_SHOWN])
-    return f"{text} and {len(names) - _MOST_KEYS_SHOWN} more" if len(names) > _MOST_KEYS_SHOWN else text
+    text = ", ".join(printable(name) for name in names[:_MAX_KEYS_SHOWN])
+    return f"{text} and {len(names) - _MAX_KEYS_SHOWN} more" if len(names) > _MAX_KEYS_SHOWN else text
 
 
 def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:

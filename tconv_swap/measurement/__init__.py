@@ -1,1 +1,1 @@
-"""Timing that can be believed: of callables (timing), of networks and layers (bench), on what (environment)."""
+"""Times callables (timing) and networks and their layers (bench), and records the machine (environment)."""

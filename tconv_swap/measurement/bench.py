@@ -1,9 +1,8 @@
-"""How long the original and the swapped network take: forward, backward, training step; per layer and whole.
+"""Times the original and the swapped network: forward, backward, training step; per layer and as a whole.
 
-Both are measured in one run, interleaved (`timing`), on the same inputs, in the memory format they are
-given in, with `torch.backends.cudnn.benchmark` on so that PyTorch shows its best. Layers are measured by
-themselves on the tensors that reach them in the original network. The networks come out as they went in
-(`state.preserved`).
+Both are measured in one run, alternately (`timing`), on the same inputs, in the memory format of these inputs, with
+`torch.backends.cudnn.benchmark` on so that PyTorch runs at its best. Each layer is also measured alone, on the tensors
+that reach it in the original network. The state of both networks is restored (`preserving.preserved`).
 """
 
 from __future__ import annotations
@@ -62,12 +61,13 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """How many times faster the swapped one is, of the medians; below 1 it is slower."""
+        """Returns how many times faster the swapped one is, by the medians; below 1 it is slower."""
         return self.original.median_ms / self.swapped.median_ms
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the speedup, of the paired samples; holds 1 if noise can explain it."""
+        """Returns the 95 % confidence interval of the speedup, from the paired samples; it contains 1 if noise can
+        explain the difference."""
         return speedup_interval(self.original, self.swapped)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,11 +83,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class LayerComparison(Comparison):
-    """A layer by itself, on what reaches it in the network."""
+    """A layer alone, on the tensors that reach it in the network."""
 
     input_shape: tuple[int, ...] = ()
     dtype: str = ""
-    """The dtype of the computation: that of autocast where the layer runs under it."""
+    """The dtype of the computation: that of autocast if the layer runs under it."""
     memory_format: str = ""
     """"contiguous", "channels_last" or "strided" (neither)."""
     calls: int = 1
@@ -104,7 +104,8 @@ class LayerComparison(Comparison):
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Most bytes allocated at once by one run, beyond what was allocated before it (weights, inputs)."""
+    """The largest number of bytes allocated at once during one run, without those allocated before it (weights,
+    inputs)."""
 
     stage: Stage
     original: int
@@ -116,7 +117,7 @@ class PeakMemory:
 
 @dataclass
 class BenchmarkReport:
-    """What `benchmark` measured."""
+    """The measurements of `benchmark`."""
 
     network: list[Comparison] = field(default_factory=list)
     layers: list[LayerComparison] = field(default_factory=list)
@@ -124,15 +125,14 @@ class BenchmarkReport:
     """None on the CPU, where PyTorch does not count."""
     environment: dict[str, Any] = field(default_factory=dict)
     method: dict[str, Any] = field(default_factory=dict)
-    """How it was measured: warm-up, iterations, budget, what is included."""
+    """How it was measured: warm-up, iterations, budget, and what is included."""
     notes: list[str] = field(default_factory=list)
     """What could not be measured, and why."""
 
     def transposed_share(self, stage: Stage) -> float | None:
-        """The share of the original network's time that its swapped layers take (0 to 1): Amdahl's bound.
+        """Returns the share of the original network's time that its swapped layers take (0 to 1): Amdahl's bound.
 
-        An estimate, since the layers are timed by themselves. None if the stage or the layers were not
-        measured.
+        It is an estimate, since the layers are timed alone. None if the stage or the layers were not measured.
         """
         whole = next((c.original.median_ms for c in self.network if c.stage == stage), None)
         parts = [c.original.median_ms * c.calls for c in self.layers if c.stage == stage]
@@ -142,7 +142,7 @@ class BenchmarkReport:
 
     @property
     def unsteady(self) -> list[Comparison]:
-        """Returns comparisons whose samples vary so much that something else must have used the machine."""
+        """Returns the comparisons whose samples vary so much that other work must have used the machine."""
         rows: list[Comparison] = [*self.network, *self.layers]
         return [c for c in rows if max(c.original.spread, c.swapped.spread) > UNSTEADY_SPREAD]
 
@@ -176,31 +176,31 @@ def benchmark(
     loss: Loss | None = None,
     progress: Progress | None = None,
 ) -> BenchmarkReport:
-    """Time `swapped` against `original`, on the device where they and the inputs lie.
+    """Times `swapped` against `original`, on the device of the networks and the inputs.
 
-    forward: eval mode, no gradients. backward: train mode, of a loss of all floating-point outputs, to the
-    inputs and to all parameters; the forward pass before it is not counted. step: zero_grad, forward, loss,
-    backward and an SGD step with learning rate 0, which does all the work and leaves the weights where they
-    are. Frozen layers (`tconv_swap.freeze`) are frozen in forward only. On CUDA a layer's time is that of its
-    kernels, a network's also holds what the CPU needs to launch them.
+    forward: eval mode, no gradients. backward: train mode, from a loss of all floating-point outputs to the inputs and
+        all parameters; the forward pass before it is not counted. step: zero_grad, forward, loss, backward and an SGD
+        step with learning rate 0, which does all the work and leaves the weights unchanged. Frozen layers
+        (`tconv_swap.freeze`) are frozen in forward only. On CUDA the time of a layer is that of its kernels; the time
+        of a network includes the CPU's time to launch them.
 
-    A stage that the original cannot run (no gradient anywhere, no train mode without targets, not enough
-    memory) is left out, with a line in `notes`.
+    A stage that the original cannot run (no gradient anywhere, no train mode without targets, not enough memory) is
+    left out, and a line in `notes` says so.
 
     Args:
         original: the network before the swap.
-        swapped: the network after it; must be another object, with the same layer names.
-        inputs: whatever `Inputs.of` accepts, on the networks' device. Never written to.
-        warmup, iters, budget_s: as in `timing.time_interleaved`, per comparison.
-        backward: also time backward and step.
-        per_layer: also time every swapped layer by itself.
+        swapped: the network after it; another object, with the same layer names.
+        inputs: whatever `Inputs.of` accepts, on the networks' device. They are never written to.
+        warmup, iters, budget_s: as in `timing.time_interleaved`, for each comparison.
+        backward: also times backward and step.
+        per_layer: also times every swapped layer alone.
         loss: from the network's output in train mode to a scalar; `stages.sum_of_squares` if None.
-        progress: called with (what comes next, comparisons done, comparisons in all).
+        progress: called with (the next step, comparisons done, comparisons in all).
 
     Raises:
         ValueError: `original` is `swapped`, a layer of `swapped` is not in `original`, or the networks lie on
             a device that is neither the CPU nor a CUDA device.
-        Exception: whatever `swapped` raises where `original` does not.
+        Exception: whatever `swapped` raises and `original` does not.
     """
     if original is swapped:
         raise ValueError(
@@ -234,7 +234,7 @@ def benchmark(
 
 
 class _Run:
-    """One call of `benchmark`: what is compared, and the report as it grows."""
+    """One call of `benchmark`: what is compared, and the report so far."""
 
     def __init__(
         self, original: nn.Module, swapped: nn.Module, inputs: Inputs, loss: Loss, settings: dict[str, Any]
@@ -274,7 +274,7 @@ class _Run:
             except AttributeError:
                 raise ValueError(f"swapped has a layer {name!r} that original has not") from None
         errors = []
-        for training in (False, True):  # some networks only run in one of the modes
+        for training in (False, True):  # some networks run only in one of the modes
             original.train(training)
             forward = network_variant(original, self.inputs, "forward", self.loss)
             try:
@@ -328,25 +328,27 @@ class _Run:
             self.report.peak_memory.append(PeakMemory(stage, **peaks))
 
     def _set_mode(self, stage: Stage) -> None:
-        """As networks rather than as layers: a network's own `train` may leave some of them in eval mode."""
+        """Sets the mode of the networks, not of the layers: a network's own `train` may leave some layers in eval
+        mode."""
         for model in self.models.values():
             model.train(stage != "forward")
-        if stage == "forward":  # the training mode of another stage has undone it
+        if stage == "forward":  # the train mode of another stage has unfrozen them
             self.frozen.put_back()
 
     def _time(
         self, what: str, variants: Mapping[str, Callable[[], Variant]], launches: Launches
     ) -> tuple[Timing, Timing] | None:
-        """Returns both timings; None and a note where the original cannot run the stage or memory does not suffice."""
+        """Returns both timings; None and a note if the original cannot run the stage, or if there is not enough
+        memory."""
         side = "original"
         try:
-            # One run of the original first: what PyTorch cannot do is no fault of the swap, anything else is.
+            # The original runs once first: what PyTorch cannot do is not the swap's fault, but any other error is.
             _once(variants["original"]())
             side = "swapped"
             _once(variants["swapped"]())
             made = {name: variant() for name, variant in variants.items()}
             timings = time_interleaved(made, device=self.device, launches=launches, **self.settings)
-        except torch.AcceleratorError:  # the GPU has failed: nothing after it can be believed
+        except torch.AcceleratorError:  # the GPU has failed: no later result can be trusted
             raise
         except Exception as error:
             if side != "original" and not is_out_of_memory(error):

@@ -1,5 +1,5 @@
-"""How long each block (a norm, and the activation behind it) takes by itself, by PyTorch's modules and by our kernels,
-on what reaches it in the network."""
+"""Times each block (a norm, and the activation behind it) by itself, with PyTorch's modules and with our kernels, on
+the tensors that reach it in the network."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BUDGET_S = 0.3
 
 @dataclass
 class BlockTimes:
-    """What ``time_blocks`` saw and measured.
+    """The observations and measurements of ``time_blocks``.
 
     Attributes:
         computed: the dotted names of the norms that our kernels compute on these inputs.
-        complete: the network ran in each mode that was asked for, so that there are no others.
-        comparisons: of each of them, ``forward`` in eval mode and ``step``, forward and backward in train mode; blocks
-            that look alike are measured once.
+        complete: whether the network ran in each requested mode, so that ``computed`` has all norms.
+        comparisons: for each of them ``forward`` in eval mode and ``step``, forward and backward in train mode; blocks
+            with equal calls are measured once.
         notes: what could not be measured, and why.
     """
 
@@ -42,7 +42,8 @@ class BlockTimes:
 
 @dataclass
 class _Alike:
-    """Blocks that are called alike: their names, of norm and activation, the input of the first, and what is added."""
+    """Blocks with equal calls: the names of norm and activation of each, the input of the first, and the added
+    tensor."""
 
     names: list[tuple[str, str]]
     x: Tensor
@@ -60,16 +61,16 @@ def time_blocks(
     iters: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> BlockTimes:
-    """Sees which blocks of ``swapped`` our kernels compute, and times them beside the modules of ``original``.
+    """Finds the blocks of ``swapped`` that our kernels compute, and times them beside the modules of ``original``.
 
-    Both networks come out as they went in.
+    The state of both networks is restored.
 
     Args:
-        original, swapped: with the same names.
-        backward: also in train mode.
-        timed: False sees, and times nothing.
+        original, swapped: the networks; their modules have the same names.
+        backward: also times them in train mode.
+        timed: False only finds the blocks.
         warmup, iters: as in ``time_interleaved``.
-        progress: called with what comes next.
+        progress: called with the next step.
     """
     found = BlockTimes()
     settings = {"warmup": warmup, "iters": iters, "budget_s": BUDGET_S}
@@ -78,7 +79,7 @@ def time_blocks(
             original.train(training), swapped.train(training)
             try:
                 groups = _seen(swapped, inputs, training)
-            except Exception as error:  # a foreign forward may raise anything; the verification says more
+            except Exception as error:  # a user's forward may raise anything; the verification reports more
                 found.complete = False
                 mode = "train" if training else "eval"
                 found.notes.append(
@@ -97,7 +98,7 @@ def time_blocks(
                         device=group.x.device,
                         **settings,  # type: ignore[arg-type]
                     )
-                except torch.AcceleratorError:  # the GPU has failed: nothing after it can be believed
+                except torch.AcceleratorError:  # the GPU has failed: no later result can be trusted
                     raise
                 except Exception as error:
                     found.notes.append(f"block {group.names[0][0]} not timed: {_reason(error)}")
@@ -110,7 +111,7 @@ def time_blocks(
 
 
 def _seen(swapped: nn.Module, inputs: Inputs, training: bool) -> list[_Alike]:
-    """The blocks that our kernels compute in one forward pass."""
+    """Returns the blocks that our kernels compute in one forward pass."""
     names = {id(module): name for name, module in swapped.named_modules()}
     groups: dict[Any, _Alike] = {}
     seen: set[str] = set()
@@ -142,7 +143,7 @@ def _seen(swapped: nn.Module, inputs: Inputs, training: bool) -> list[_Alike]:
 
 
 class _Sum(nn.Module):
-    """A norm and an activation, with a sum between them."""
+    """A norm and an activation with a sum between them."""
 
     def __init__(self, norm: nn.Module, activation: nn.Module, ours: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The two ceilings of GPUs that are known without measuring: how fast memory is copied, how fast matrices multiply."""
+"""Knows the two ceilings of GPUs that need no measurement: the rate of copies and the rate of matrix products."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tconv_swap.measurement.roof import Ceilings
 
 @dataclass(frozen=True, slots=True)
 class KnownCeilings:
-    """Two ceilings, and in a few words where they are from."""
+    """Two ceilings and, in a few words, their source."""
 
     ceilings: Ceilings
     source: str
 
 
-#: By name of the GPU: measured by ``python -m benchmarks.layers``.
+#: By the name of the GPU: measured by ``python -m benchmarks.layers``.
 MEASURED = {
     "NVIDIA H200": KnownCeilings(
         Ceilings(4256, {"tf32": 417, "fp16": 770, "bf16": 802, "fp32": 50.3}),
@@ -31,7 +31,7 @@ def _datasheet(gpu: str, gbps: float, tf32: float, half: float, fp32: float) -> 
     return KnownCeilings(Ceilings(gbps, rates), f"estimated: the data sheet of an {gpu}, dense")
 
 
-#: By compute capability, a GPU that has it: the peaks that NVIDIA gives, which nothing reaches.
+#: For each compute capability, a GPU that has it, with the peak rates of NVIDIA's data sheet, which no program reaches.
 ESTIMATED = {
     80: _datasheet("A100 SXM 80 GB", 2039, 156, 312, 19.5),
     86: _datasheet("A10", 600, 62.5, 125, 31.2),
@@ -41,9 +41,10 @@ ESTIMATED = {
 
 
 def known_ceilings(name: str | None, compute_capability: int) -> KnownCeilings | None:
-    """Of the GPU of this name, else of one with this compute capability (90: 9.0); None where neither is known.
+    """Returns the ceilings of the GPU of this name, or of one with this compute capability (90: 9.0); None if neither
+    is known.
 
-    A name of None: whatever GPU there is of that compute capability, a measured one before the others.
+    A name of None stands for any GPU of that compute capability; a measured one comes before the others.
     """
     if name is None and compute_capability == 90:
         name = "NVIDIA H200"
@@ -51,7 +52,7 @@ def known_ceilings(name: str | None, compute_capability: int) -> KnownCeilings |
 
 
 def mode_of(dtype: torch.dtype, precision: str) -> str | None:
-    """Returns which rate bounds products of ``dtype``, float32 with TF32 allowed or not; None if none does."""
+    """Returns the mode whose rate bounds products of ``dtype``, for float32 by ``precision``; None if there is none."""
     if dtype == torch.float32:
         return "tf32" if precision == "tf32" else "fp32"
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)

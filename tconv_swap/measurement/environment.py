@@ -1,4 +1,4 @@
-"""Which machine, versions and switches a measurement was made with: numbers mean nothing without them."""
+"""Records the machine, the versions and the switches of a measurement: without them its numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tconv_swap.version import __version__
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The machine as a flat dict of strings, numbers, booleans and None (unknown here), ready for JSON.
+    """Returns the machine as a flat dict of strings, numbers, booleans and None (unknown), ready for JSON.
 
     Args:
-        device: where the work runs; a CUDA device adds the GPU, its driver and the switches of cuDNN.
+        device: the device of the work; a CUDA device adds the GPU, its driver and the switches of cuDNN.
     """
     device = torch.device(device)
     facts: dict[str, Any] = {
@@ -40,7 +40,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def machine_name(facts: dict[str, Any]) -> str:
-    """Returns one line of what `environment` gave: the chip that did the work, the driver and the libraries."""
+    """Returns one line from the result of `environment`: the chip that did the work, the driver and the libraries."""
     if "gpu" in facts:
         parts = [f"{facts['gpu']} (sm_{str(facts['compute_capability']).replace('.', '')})"]
         if facts["driver"]:
@@ -53,7 +53,7 @@ def machine_name(facts: dict[str, Any]) -> str:
 
 
 def cpu_name() -> str:
-    """Returns the CPU's marketing name where the system tells it, else its architecture."""
+    """Returns the CPU's product name if the system knows it, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.lower().startswith("model name"):
@@ -68,7 +68,7 @@ def cpu_name() -> str:
 
 
 def _usable_cores() -> int | None:
-    """Returns how many cores this process may run on: in a container fewer than the machine has."""
+    """Returns the number of cores that this process may use: in a container fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()

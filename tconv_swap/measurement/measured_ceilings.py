@@ -1,4 +1,4 @@
-"""The two ceilings of a GPU, measured as the layers are: interleaved, from a cold L2 cache, the median."""
+"""Measures the two ceilings of a GPU in the way layers are measured: interleaved, from a cold L2 cache, the median."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tconv_swap.measurement.modes import MODES, Mode
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.measurement.timing import time_interleaved
 
-#: Each of the two buffers of the copy: far beyond any cache.
+#: The size of each of the two buffers of the copy: far larger than any cache.
 COPY_BYTES = 4 << 30
 MATRIX = 8192
 ITERS = 20
@@ -23,8 +23,8 @@ def measure_ceilings(
     iters: int = ITERS,
     modes: Collection[str] = tuple(MODES),
 ) -> Ceilings:
-    """Copy one large buffer to another, counting bytes read plus bytes written; multiply square matrices of
-    random numbers in each of the modes through ``torch.matmul``. On a small GPU the buffers take a quarter of it."""
+    """Copies one large buffer to another, counting bytes read plus bytes written; multiplies square matrices of random
+    numbers through ``torch.matmul``, in each of the modes. On a small GPU the buffers take a quarter of its memory."""
     if device.type == "cuda":
         copy_bytes = min(copy_bytes, torch.cuda.get_device_properties(device).total_memory // 8)
     source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The modes a layer is measured in: the arithmetic (dtype, and TF32 on or off) and the memory layout."""
+"""Defines the modes in which a layer is measured: the arithmetic (dtype, and TF32 on or off) and the memory layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """``precision`` is what ``torch.backends`` calls ``fp32_precision``: ``"tf32"`` or ``"ieee"``."""
+    """``precision`` is the value of ``fp32_precision`` in ``torch.backends``: ``"tf32"`` or ``"ieee"``."""
 
     name: str
     dtype: torch.dtype
@@ -19,7 +19,7 @@ class Mode:
 
     @property
     def roundoff(self) -> float:
-        """The largest relative error of rounding to ``dtype``; TF32 results are stored as float32."""
+        """Returns the largest relative error of rounding to ``dtype``; TF32 results are stored as float32."""
         return torch.finfo(self.dtype).eps / 2
 
     @contextmanager
@@ -51,7 +51,7 @@ LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last
 
 @contextmanager
 def cudnn_benchmark() -> Iterator[None]:
-    """Lets cuDNN try its algorithms and keep the fastest, which is PyTorch at its best."""
+    """Lets cuDNN try its algorithms and keep the fastest, so that PyTorch runs at its best."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

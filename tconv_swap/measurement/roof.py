@@ -1,7 +1,7 @@
-"""The roofline: the least time the work of a layer can take on a machine whose two ceilings are known.
+"""Computes the roofline: the shortest time that the work of a layer can take on a machine with two known ceilings.
 
-Useful FLOPs over the rate of the matrix products, or the fewest bytes over the rate of a copy: the larger of
-the two. Products that padding cuts off are not useful; the bias is neglected.
+It is the larger of two times: useful FLOPs over the rate of matrix products, and the fewest bytes over the rate of a
+copy. Products that padding cuts off are not useful; the bias is neglected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The least that must be done: floating-point operations, and bytes through device memory."""
+    """The work that cannot be avoided: floating-point operations, and bytes through device memory."""
 
     flops: int
     bytes: int
@@ -35,14 +35,14 @@ class Work:
         return self.bytes / ceilings.copy_gbps * 1e-6
 
     def roof_ms(self, ceilings: Ceilings, mode: str) -> float:
-        """Milliseconds on that machine. In the mode fp32 the ceiling is that of PyTorch's own float32 matrix
-        product, which a kernel that gets float32 accuracy out of the tensor cores may exceed."""
+        """Returns the milliseconds on that machine. In the mode fp32 the ceiling is that of PyTorch's own float32
+        matrix product; a kernel that computes float32 accuracy on the tensor cores may exceed it."""
         return max(self.compute_ms(ceilings, mode), self.memory_ms(ceilings))
 
 
 def work_of(geometry: Geometry, stage: str, item_bytes: int) -> Work:
-    """The work of one stage: ``forward`` (``frozen`` is the same), ``backward`` (all gradients: twice as much), or one
-    gradient."""
+    """Returns the work of one stage: ``forward`` (``frozen`` is the same), ``backward`` (all gradients: twice as much),
+    or one gradient."""
     if stage == "grad_bias":
         elements = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
         return Work(elements, elements * item_bytes)
@@ -57,7 +57,7 @@ def useful_macs(geometry: Geometry) -> int:
 
 
 def _landing(geometry: Geometry, axis: int) -> int:
-    """Returns how often a tap of an input position of one axis lands inside the output."""
+    """Returns how many pairs of a tap and an input position of one axis land inside the output."""
     size, out_size = ((geometry.height, geometry.out_height), (geometry.width, geometry.out_width))[axis]
     stride, padding = geometry.stride[axis], geometry.padding[axis]
     return sum(

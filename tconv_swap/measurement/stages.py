@@ -1,6 +1,6 @@
-"""What one run of a stage is: forward, backward or training step, of a network or of one layer of it.
+"""Defines one run of a stage (forward, backward or training step) of a network or of one of its layers.
 
-Turns modules and inputs into `timing.Variant`s; decides what is prepared beforehand and what is timed.
+It turns modules and inputs into `timing.Variant`s, and decides what is prepared beforehand and what is timed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Loss = Callable[[Any], Tensor]
 
 
 class NothingToDifferentiateError(RuntimeError):
-    """No gradient reaches the loss: there is no backward pass."""
+    """No gradient reaches the loss, so there is no backward pass."""
 
 
 def sum_of_squares(output: Any) -> Tensor:
-    """A scalar float32 loss of every floating-point tensor in a network's output, however nested.
+    """Returns a scalar float32 loss of every floating-point tensor in a network's output, at any nesting.
 
     Each tensor's sum of squares is divided by the root of its size: the gradients of a mean would underflow
     in float16 on a large output, and those of a plain sum would overflow in the weights.
 
     Raises:
-        NothingToDifferentiateError: the output holds no floating-point tensor.
+        NothingToDifferentiateError: the output contains no floating-point tensor.
     """
     terms = [
         tensor.float().square().sum() / max(tensor.numel(), 1) ** 0.5
@@ -38,12 +38,12 @@ def sum_of_squares(output: Any) -> Tensor:
         if tensor.is_floating_point()
     ]
     if not terms:
-        raise NothingToDifferentiateError("the output holds no floating-point tensor to take a loss of")
+        raise NothingToDifferentiateError("the output contains no floating-point tensor to take a loss of")
     return torch.stack(terms).sum()
 
 
 def network_variant(model: nn.Module, inputs: Inputs, stage: Stage, loss: Loss) -> Variant:
-    """One run of `stage`, on a fresh copy of `inputs` every time: networks may write to what they are given.
+    """Returns one run of `stage`, on a fresh copy of `inputs` every time: networks may write to their inputs.
 
     The caller has put `model` into eval mode for "forward" and into train mode for the others.
 
@@ -83,8 +83,8 @@ def _step(model: nn.Module, inputs: Inputs, loss: Loss) -> Variant:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise NothingToDifferentiateError("no parameter requires a gradient")
-    # A learning rate of 0 does all the work, and neither blows the weights up nor lets them decay into
-    # denormals, which CPUs are slow at, however many steps are timed.
+    # A learning rate of 0 does all the work. The weights neither explode nor decay to denormals, which are slow on a
+    # CPU, however many steps are timed.
     optimizer = torch.optim.SGD(trained, lr=0.0)
 
     def run(arguments: Inputs) -> None:
@@ -113,14 +113,14 @@ def _differentiable(loss: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A call of a layer as it happened inside the network."""
+    """One call of a layer, recorded inside the network."""
 
     name: str
     inputs: Inputs
     autocast: torch.dtype | None
-    """dtype of autocast where the call ran under it."""
+    """The dtype of autocast if the call ran under it."""
     calls: int = 1
-    """How often the layer was called with inputs of such shapes, strides and dtypes in one forward pass."""
+    """How often the layer was called with inputs of these shapes, strides and dtypes in one forward pass."""
 
     @property
     def input(self) -> Tensor:
@@ -128,13 +128,13 @@ class LayerCall:
 
     @property
     def dtype(self) -> str:
-        """Of the computation."""
+        """Returns the dtype of the computation."""
         dtype = self.input.dtype if self.autocast is None else self.autocast
         return str(dtype).removeprefix("torch.")
 
     @property
     def memory_format(self) -> str:
-        """ "contiguous", "channels_last" or, if neither, "strided"."""
+        """Returns "contiguous", "channels_last" or, if neither, "strided"."""
         if self.input.is_contiguous():
             return "contiguous"
         if self.input.dim() == 4 and self.input.is_contiguous(memory_format=torch.channels_last):
@@ -143,10 +143,10 @@ class LayerCall:
 
 
 def capture_calls(model: nn.Module, names: list[str], run: Callable[[], object]) -> list[LayerCall]:
-    """The calls of the layers `names` of `model` while `run` runs it; calls that look alike are counted.
+    """Returns the calls of the layers `names` of `model` while `run` runs it; equal calls are counted.
 
-    The tensors are kept, not copied: their values are those that reach the layer unless the network goes on
-    to overwrite them in place.
+    The tensors are kept, not copied: their values are those that reach the layer unless the network later overwrites
+    them in place.
 
     Raises:
         AttributeError: `model` has no module of such a name.
@@ -160,7 +160,7 @@ def capture_calls(model: nn.Module, names: list[str], run: Callable[[], object])
             if not (tensors := inputs.named_tensors()):
                 return
             device = tensors[0][1].device.type
-            # Devices without numbers know no autocast.
+            # Some devices, such as meta, have no autocast.
             enabled = torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(
                 device
             )
@@ -184,7 +184,7 @@ def capture_calls(model: nn.Module, names: list[str], run: Callable[[], object])
 
 
 def layer_variant(layer: nn.Module, call: LayerCall, stage: Stage) -> Variant:
-    """One run of `layer` alone on what reached it; the backward pass is to the input and all parameters.
+    """Returns one run of `layer` alone on the inputs of a call; the backward pass is to the input and all parameters.
 
     The caller has put `layer` into the mode of the stage, as for `network_variant`. Runs must happen under
     `autocast_of(call)`.
@@ -193,7 +193,7 @@ def layer_variant(layer: nn.Module, call: LayerCall, stage: Stage) -> Variant:
         ValueError: `stage` is "step": a layer alone has no training step.
     """
     if stage == "step":
-        raise ValueError('stage="step" is of whole networks: expected "forward" or "backward"')
+        raise ValueError('stage="step" exists for whole networks only: expected "forward" or "backward"')
     if stage == "forward":
         forward = _without_gradients(layer)
         return Variant(lambda _: forward(call.inputs))
@@ -216,7 +216,7 @@ def layer_variant(layer: nn.Module, call: LayerCall, stage: Stage) -> Variant:
 
 
 def autocast_of(call: LayerCall) -> torch.autocast:
-    """Restores the call's autocast state without its cache, since a network casts a weight once per forward pass."""
+    """Restores the call's autocast state, without its cache: a network casts a weight once per forward pass."""
     device = call.input.device.type
     if call.autocast is None:
         return torch.autocast(device, enabled=False)

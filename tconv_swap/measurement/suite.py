@@ -1,4 +1,4 @@
-"""The suite of layers and the targets, as layers.toml states them."""
+"""Reads the suite of layers and the targets from layers.toml."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 from tconv_swap.geometry import Geometry, as_pair, check_geometry
 
-# tomllib came with Python 3.11; tomli, which is the same, is installed with us on the Python before.
+# tomllib came with Python 3.11; for Python 3.10 we install tomli, which is the same.
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 SUITE_FILE = Path(__file__).with_name("layers.toml")
 
-#: On a CPU the batch of a layer is cut until it needs no more arithmetic than this, or is one image.
-MOST_CPU_MACS = 400e6
-#: Stride-1 layers whose single image is larger than this many multiply-adds are nothing for a CPU.
-MOST_CPU_MACS_OF_AN_IMAGE = 3e9
+#: On a CPU the batch of a layer is reduced until it needs no more multiply-adds than this, or is one image.
+MAX_CPU_MACS = 400e6
+#: Stride-1 layers whose single image needs more multiply-adds than this are left out on a CPU.
+MAX_CPU_MACS_PER_IMAGE = 3e9
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transposed convolution of a network that people use. ``baseline``: cuDNN's times for it stand in the
-    design notes."""
+    """One transposed convolution of a well-known network. ``baseline``: it belongs to the layers with which the suite
+    began, which ``benchmarks.cpu`` measures."""
 
     name: str
     network: str
@@ -34,11 +34,11 @@ class Layer:
     baseline: bool
 
     def for_cpu(self) -> Layer | None:
-        """Returns the layer with a batch small enough for a CPU; None where even one image is too much."""
+        """Returns the layer with a batch small enough for a CPU; None if even one image is too large."""
         image = self.geometry.with_batch(1)
-        if image.stride == (1, 1) and image.macs > MOST_CPU_MACS_OF_AN_IMAGE:
+        if image.stride == (1, 1) and image.macs > MAX_CPU_MACS_PER_IMAGE:
             return None
-        batch = max(1, min(self.geometry.batch, int(MOST_CPU_MACS / image.macs)))
+        batch = max(1, min(self.geometry.batch, int(MAX_CPU_MACS / image.macs)))
         return replace(self, geometry=image.with_batch(batch))
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the results are compared with; layers.toml says what each number is."""
+    """The numbers that the results are compared with; layers.toml explains each."""
 
     least_speedup: float
     error_factor: float
@@ -66,10 +66,10 @@ class Suite:
     targets: Targets
 
     def select(self, names: Iterable[str]) -> tuple[Layer, ...]:
-        """The layers of these names, in the order of the suite.
+        """Returns the layers of these names, in the order of the suite.
 
         Raises:
-            ValueError: a name that no layer has.
+            ValueError: no layer has one of the names.
         """
         wanted = set(names)
         if unknown := wanted - {layer.name for layer in self.layers}:
@@ -79,17 +79,17 @@ class Suite:
 
 
 def load_suite(path: Path = SUITE_FILE) -> Suite:
-    """Read a suite and check every geometry.
+    """Reads a suite and checks every geometry.
 
     Raises:
-        ValueError: a key that is not known, a name used twice.
-        RuntimeError: a geometry that PyTorch would refuse.
+        ValueError: a key is not known, or a name is used twice.
+        RuntimeError: PyTorch would refuse a geometry.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     layers = tuple(_layer(entry) for entry in document["layer"])
     names = [layer.name for layer in layers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{path.name}: two layers are called {', '.join(twice)}")
+        raise ValueError(f"{path.name}: two layers have the name {', '.join(twice)}")
     return Suite(layers, _targets(document["targets"]))
 
 

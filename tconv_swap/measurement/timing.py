@@ -1,8 +1,8 @@
-"""A paired timer: several callables, interleaved in one run, each from a cold L2; medians with quartiles.
+"""Times several callables in one run, interleaved, each from a cold L2 cache; gives medians with quartiles.
 
-Knows callables only, no networks. Running the variants alternately, in an order that balances itself (A B,
-B A, B A, A B, ...), exposes them to the same clocks, temperature and neighbours, so that their ratio can be
-believed even where their times drift. Sample `i` of every variant comes from round `i`.
+It knows callables only, no networks. The variants run alternately, in a balanced order (A B, B A, B A, A B, ...), so
+that all of them meet the same clock rates, temperature and other load. Their ratio is therefore reliable even if their
+times drift. Sample `i` of every variant comes from round `i`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-MIN_ITERS = 5  # the fewest whose range covers the median with 94 % confidence
+MIN_ITERS = 5  # the smallest number whose range contains the median with 94 % confidence
 MAX_ITERS = 200
 MIN_WARMUP = 2
 WARMUP_SHARE = 0.2  # of the time budget
-ROUNDS_IN_FLIGHT = 8  # between two synchronisations: bounds the outputs and events that are alive
+ROUNDS_IN_FLIGHT = 8  # between two synchronisations: limits the outputs and events that are alive
 
 FLUSH_MARGIN = 1.25  # how much longer than the launches the flush that hides them must take
-FLUSH_LIMIT_MS = 5.0  # a call that is launched for longer than this is not hidden any more
+FLUSH_LIMIT_MS = 5.0  # launches that take longer than this are no longer hidden
 
 Launches = Literal["hidden", "included"]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one variant takes, in milliseconds: median, lower and upper quartile, number of samples."""
+    """The time of one variant in milliseconds: median, lower and upper quartile, number of samples."""
 
     median_ms: float
     q1_ms: float
@@ -69,14 +69,14 @@ def _no_state() -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """`run(prepare())`, of which only `run` is timed; `prepare` is called anew before every run."""
+    """Calls `run(prepare())`, of which only `run` is timed; `prepare` is called before every run."""
 
     run: Callable[[Any], object]
     prepare: Callable[[], Any] = _no_state
 
 
 class Clock(Protocol):
-    """Times single calls; `time_interleaved` decides which and when."""
+    """Times single calls; `time_interleaved` decides which calls and when."""
 
     def now(self) -> float:
         """Returns seconds of wall time, for budgets."""
@@ -85,16 +85,17 @@ class Clock(Protocol):
         """Prepares the clock once, between the warm-up and the first sample."""
 
     def measure(self, variant: Variant) -> Callable[[], float]:
-        """Runs `variant` once; the result gives the milliseconds it took, after the next `synchronize`."""
+        """Runs `variant` once; the returned function gives the milliseconds that it took, after the next
+        `synchronize`."""
 
     def synchronize(self) -> None:
-        """Waits until everything measured so far has been done."""
+        """Waits until everything measured so far is done."""
 
 
 class WallClock:
-    """Elapsed real time, for the CPU, where a call has done its work when it returns.
+    """Measures wall time, for the CPU, where a call has done its work when it returns.
 
-    The caches are left as the previous call left them: alternating variants evict each other's data equally.
+    The caches stay as the previous call left them: alternating variants evict each other's data equally.
     """
 
     def __init__(self, time_s: Callable[[], float] = time.perf_counter) -> None:
@@ -111,7 +112,7 @@ class WallClock:
         begin = self._time_s()
         result = variant.run(state)
         elapsed_ms = (self._time_s() - begin) * 1e3
-        del result  # kept until here: freeing it is not part of the call
+        del result  # it is kept until here: freeing it is not part of the call
         return lambda: elapsed_ms
 
     def synchronize(self) -> None:
@@ -119,14 +120,13 @@ class WallClock:
 
 
 class CudaClock:
-    """CUDA events on the device's current stream, after a write larger than the L2 cache has emptied it.
+    """Measures with CUDA events on the device's current stream, after a write larger than the L2 cache has flushed it.
 
-    launches="hidden": what the kernels take. All of a call is enqueued while the flush still runs (the
-    flush is repeated until it outlasts the launches), so the time that the CPU needs never shows. For
-    layers and kernels.
+    launches="hidden" measures the kernels. The whole call is enqueued while the flush still runs (the flush is repeated
+    until it takes longer than the launches), so the CPU's time never shows. Use it for layers and kernels.
 
-    launches="included": what a caller sees who starts from an idle GPU: the longer of CPU and GPU work. For
-    whole networks, where hiding the CPU's part would promise a speedup that nobody gets.
+    launches="included" measures what a caller sees who starts from an idle GPU: the longer of CPU and GPU work. Use it
+    for whole networks, where hiding the CPU's part would promise a speedup that no user gets.
 
     Args:
         device: a CUDA device, with an index or without (the current one).
@@ -207,7 +207,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device | str, launches: Launches = "hidden") -> Clock:
-    """The clock that tells the truth on `device`.
+    """Returns the clock that measures correctly on `device`.
 
     Raises:
         ValueError: the device is neither the CPU nor a CUDA device.
@@ -230,16 +230,16 @@ def time_interleaved(
     budget_s: float = 1.0,
     clock: Clock | None = None,
 ) -> dict[str, Timing]:
-    """Time all variants in one run, alternately, one sample each per round.
+    """Times all variants in one run, alternately, with one sample of each per round.
 
     Args:
-        variants: by name; a plain callable is timed whole, a `Variant` has a part that is not.
+        variants: by name; a plain callable is timed whole, a `Variant` has an untimed part.
         device: where the variants run.
         launches: on CUDA, whether the CPU's time for the launches counts (see `CudaClock`).
-        warmup: rounds before the first sample; as many as fill a fifth of the budget, at least 2, if None.
-        iters: samples of each variant; as many as the budget allows, from 5 to 200, if None.
-        budget_s: seconds for all variants together, where `warmup` or `iters` leave the choice.
-        clock: replaces the one that `device` and `launches` ask for.
+        warmup: rounds before the first sample; None: as many as take a fifth of the budget, at least 2.
+        iters: samples of each variant; None: as many as the budget allows, from 5 to 200.
+        budget_s: seconds for all variants together, used if `warmup` or `iters` is None.
+        clock: replaces the clock for `device` and `launches`.
 
     Raises:
         ValueError: no variants, `warmup` < 0, `iters` < 1, `budget_s` <= 0, or a device that cannot be timed.
@@ -265,24 +265,24 @@ def time_interleaved(
 
 
 def balanced_order(names: Sequence[str], round_index: int) -> list[str]:
-    """Returns the order of one round: every other round is reversed, every second pair begins one name later."""
+    """Returns the order of one round: every other round is reversed, and every second pair begins one name later."""
     start = round_index // 2 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if round_index % 2 else order
 
 
 def speedup_interval(original: Timing, swapped: Timing, confidence: float = 0.95) -> tuple[float, float]:
-    """A confidence interval for how many times faster `swapped` is: of the median of the paired ratios.
+    """Returns a confidence interval for how many times faster `swapped` is: of the median of the paired ratios.
 
-    Exact and distribution-free: the narrowest pair of order statistics that holds the median with that
-    confidence, the whole range where there are too few samples (less than 6 for 0.95). From the quartiles
-    if the samples do not pair.
+    It is exact and distribution-free: the narrowest pair of order statistics that contains the median with that
+    confidence, or the whole range if there are too few samples (less than 6 for 0.95). If the samples do not pair, it
+    is computed from the quartiles.
     """
     count = len(original.samples_ms)
     if count == 0 or count != len(swapped.samples_ms):
         return original.q1_ms / swapped.q3_ms, original.q3_ms / swapped.q1_ms
     ratios = sorted(a / b for a, b in zip(original.samples_ms, swapped.samples_ms, strict=True))
-    # The k-th smallest lies above the median as often as a fair coin shows fewer than k heads.
+    # The k-th smallest lies above the median with the probability that a fair coin shows fewer than k heads.
     rank, ways, outside = 0, 1, 2
     while outside / 2**count <= 1 - confidence:
         rank += 1
@@ -297,7 +297,8 @@ def _ignoring_state(run: Callable[[], object]) -> Callable[[Any], object]:
 
 @contextmanager
 def _current(device: torch.device | str) -> Iterator[None]:
-    """Makes a CUDA device the current one, so that plain `torch.cuda` calls in a variant go where it is timed."""
+    """Makes a CUDA device the current one, so that plain `torch.cuda` calls in a variant use the device that is
+    timed."""
     if torch.device(device).type != "cuda":
         yield
         return
@@ -306,7 +307,8 @@ def _current(device: torch.device | str) -> Iterator[None]:
 
 
 def _warm_up(variants: Mapping[str, Variant], clock: Clock, warmup: int | None, budget_s: float) -> None:
-    """Compilation, autotuning, allocator, clock rates: the first round is not counted into the time spent."""
+    """Runs rounds untimed for compilation, autotuning, allocator and clock rates. The time of the first is not
+    counted."""
     rounds = 0
     begin = clock.now()
     while rounds < warmup if warmup is not None else _too_cold(rounds, clock.now() - begin, budget_s):

@@ -1,4 +1,4 @@
-"""What a person or a program sees of a swap: a JSON document, and what is drawn from it."""
+"""Reports a swap to people and programs: a JSON document, and the forms that are made from it."""
 
 from tconv_swap.report.document import SCHEMA_VERSION, Facts, json_schema, outcome, to_json_dict
 from tconv_swap.report.terminal import make_console, print_report

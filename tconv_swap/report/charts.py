@@ -1,4 +1,4 @@
-"""The charts of the report: time before and after, and the roofline with every layer before and after."""
+"""Draws the charts of the report: time before and after, and the roofline with every layer before and after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABEL = 34
 
 
 def bars(summary: Summary) -> str | None:
-    """Draws milliseconds of every layer, PyTorch's above ours, a panel for each stage; None where nothing was timed."""
+    """Draws milliseconds of every layer, PyTorch's above ours, a panel for each stage; None if nothing was timed."""
     layers = [layer for layer in summary.layers if layer.stages]
     stages = [name for name in STAGES if any(layer.stage(name) for layer in layers)]
     if not stages:
@@ -48,7 +48,7 @@ def _label(number: int, layer: LayerRow) -> str:
 
 
 def _literal(text: str) -> str:
-    """Returns the text with dollars escaped, between which matplotlib would read mathematics."""
+    """Returns the text with escaped dollar signs, between which matplotlib would read mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -88,7 +88,7 @@ def _stage_bars(axes: Axes, stage: str, layers: Sequence[LayerRow]) -> None:
 
 
 def way_bars(summary: Summary) -> str | None:
-    """How many times as fast as today each way is, a panel for each stage; None where none was timed."""
+    """Draws how many times as fast as today each way is, a panel for each stage; None if no way was timed."""
     tables = [table for table in summary.ways if any(line.ms for line in table.lines)]
     if not tables:
         return None
@@ -123,7 +123,8 @@ def way_bars(summary: Summary) -> str | None:
 
 
 def roofline(summary: Summary) -> str | None:
-    """TFLOP/s over FLOP/byte under the measured ceilings, an arrow from PyTorch's point to ours; None without."""
+    """Draws TFLOP/s over FLOP/byte under the measured ceilings, with an arrow from PyTorch's point to ours; None
+    without ceilings."""
     ceilings = summary.ceilings
     layers = [layer for layer in summary.layers if layer.stages]
     known = [
@@ -188,7 +189,7 @@ def _stage_roofline(axes: Axes, stage: str, layers: Sequence[tuple[int, LayerRow
         zorder=4,
     )
     axes.set_title(stage)
-    axes.set_xlabel("FLOP per byte of memory traffic that cannot be avoided")
+    axes.set_xlabel("FLOP per byte of unavoidable memory traffic")
     axes.grid(which="major")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -203,7 +204,7 @@ def _point(row: StageRow) -> tuple[float, float, float]:
 
 
 def _roofs(axes: Axes, ceilings: Ceilings, modes: Sequence[str]) -> None:
-    """Draws the memory's slope up to each mode's plateau."""
+    """Draws the slope of the memory's rate up to the plateau of each mode."""
     left, right = axes.get_xlim()
     bottom, _ = axes.get_ylim()
     slope = ceilings.copy_gbps * 1e-3

@@ -1,7 +1,7 @@
-"""The result of a swap as plain data: one JSON document, described field by field in ``schema.json``.
+"""Makes the result of a swap plain data: one JSON document, described field by field in ``schema.json``.
 
-Every renderer (``terminal``, ``markdown``, ``page``) reads it by way of ``summary`` and nothing else, so that
-whatever a person is shown, a program finds too.
+Every renderer (``terminal``, ``markdown``, ``page``) reads this document through ``summary``, and nothing else, so a
+program finds in it everything that a person is shown.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ MODEL_ITSELF = "(the model itself)"
 
 @dataclass(frozen=True)
 class Facts:
-    """What the other reports do not know: which file was swapped, on which inputs and device, and what was written."""
+    """The facts that no other report has: the file that was swapped, the inputs and the device, and the output file."""
 
     model: str
     """The file, or a name."""
     inputs: str
-    """Shapes and dtypes, as `Inputs.describe` gives them."""
+    """Shapes and dtypes, as `Inputs.describe` returns them."""
     inputs_origin: str
     """How they were found: "--input-shape", "inferred from main.0 (ConvTranspose2d)" ..."""
     device: str
     output: str | None = None
-    """The file written; None if none was."""
+    """The file that was written; None if none was."""
     load_snippet: str = ""
     """The Python lines that load it."""
     warnings: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Facts:
 
 
 def outcome(plan: SwapPlan, verification: VerifyReport | None) -> str:
-    """ "nothing_to_swap", "not_verified", "verified" or "mismatch"."""
+    """Returns "nothing_to_swap", "not_verified", "verified" or "mismatch"."""
     if not plan.swapped:
         return "nothing_to_swap"
     if verification is None:
@@ -65,16 +65,16 @@ def to_json_dict(
     ceilings: Ceilings | None = None,
     ways: WaysReport | None = None,
 ) -> dict[str, Any]:
-    """Everything that is known, as plain values that `json` writes and any parser reads.
+    """Returns everything that is known, as plain values that `json` can write and any parser can read.
 
-    `json_schema` describes it. What was not done is null. JSON has no infinities: they and NaN are the strings
+    `json_schema` describes it. Parts that were not done are null. JSON has no infinities: they and NaN are the strings
     "inf", "-inf", "nan".
 
     Args:
-        plan, verification, benchmark, facts: what was found; None where it was not done.
-        explanation: of the swapped network on the inputs of the benchmark.
-        ceilings: of the GPU, measured in the same run; None on the CPU.
-        ways: the ways to run the network, where they were tried.
+        plan, verification, benchmark, facts: the results; None for a part that was not done.
+        explanation: that of the swapped network on the inputs of the benchmark.
+        ceilings: those of the GPU, measured in the same run; None on the CPU.
+        ways: the ways to run the network, if they were tried.
     """
     hints = [plan.describe_unused(pattern) for pattern in plan.unused_patterns]
     return {

@@ -1,4 +1,4 @@
-"""Figures of matplotlib as SVG whose colours are CSS variables: one drawing for a light page and for a dark one."""
+"""Writes figures of matplotlib as SVG whose colours are CSS variables: one drawing for a light and for a dark page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 __all__ = ["COLOURS", "VARIABLES", "Figure", "inline_svg", "settings", "standalone_svg"]
 
-#: What is drawn with. matplotlib has no variables, so that each stands for one by a value that nothing else has.
+#: The colours of the drawing. matplotlib has no variables, so each variable has a value that nothing else uses.
 COLOURS = {
     "ink": "#010203",
     "muted": "#010204",
@@ -47,7 +47,7 @@ def _declared(colours: dict[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in colours.items())
 
 
-#: The variables, by what the reader prefers.
+#: The CSS variables, light or dark as the reader prefers.
 VARIABLES = (
     f":root {{ color-scheme: light dark; {_declared(_LIGHT)} }}\n"
     f"@media (prefers-color-scheme: dark) {{ :root {{ {_declared(_DARK)} }} }}"
@@ -57,7 +57,7 @@ FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans
 
 
 def settings() -> Any:
-    """Returns matplotlib's settings for a figure of ours, as a context: nothing global changes."""
+    """Returns matplotlib's settings for our figures, as a context: nothing changes globally."""
     ink, muted, line = COLOURS["ink"], COLOURS["muted"], COLOURS["line"]
     return rc_context(
         {
@@ -88,17 +88,17 @@ def settings() -> Any:
 
 
 def inline_svg(figure: Figure, title: str) -> str:
-    """The figure as an element of a page that declares `VARIABLES`; as wide as the page allows.
+    """Returns the figure as an element of a page that declares `VARIABLES`; it is as wide as the page allows.
 
     Args:
-        figure: drawn in `COLOURS`, under `settings`.
-        title: for those who do not see it.
+        figure: a figure drawn with `COLOURS`, under `settings`.
+        title: the text for readers who do not see it.
     """
     return _svg(figure, title, "")
 
 
 def standalone_svg(figure: Figure, title: str) -> str:
-    """Returns the same as a file of its own, for an `<img>`: it chooses light or dark as the reader prefers."""
+    """Returns the figure as a separate file, for an `<img>`: it is light or dark as the reader prefers."""
     style = f"<style>\n{VARIABLES}\nsvg {{ background: var(--page); }}\n</style>\n"
     return f'<?xml version="1.0" encoding="utf-8"?>\n{_svg(figure, title, style)}'
 

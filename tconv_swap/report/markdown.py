@@ -1,4 +1,4 @@
-"""The report as Markdown, for a pull request or an issue: GitHub's tables, nothing that runs."""
+"""Writes the report as Markdown, for a pull request or an issue: tables of GitHub, and nothing that executes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tconv_swap.report.rows import LayerRow, StageRow, Summary, speedup_text
 from tconv_swap.report.summary import summarise
 from tconv_swap.report.words import error_text, milliseconds
 
-#: Everything by which a name out of a foreign file could become a link, HTML, or another column.
+#: All characters by which a name from an untrusted file could become a link, HTML, or another column.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~&])")
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Returns the report of a document that `to_json_dict` made, or that was read back from its JSON."""
+    """Returns the report of a document that `to_json_dict` made, or that was read back from JSON."""
     summary = summarise(document)
     parts = [part for section in (_head, _ways, _layers, _details) for part in section(summary)]
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -46,7 +46,7 @@ def _ways(summary: Summary) -> Iterator[str]:
         if table.bound:
             yield f"\nIt is {_escaped(table.bound)}."
         if table.needs:
-            yield f"\nIt needs: {_escaped('; '.join(table.needs))}."
+            yield f"\nThis way needs: {_escaped('; '.join(table.needs))}."
         yield ""
 
 
@@ -61,13 +61,13 @@ def _layers(summary: Summary) -> Iterator[str]:
                 f"{rate:.0f} TFLOP/s in {mode}" for mode, rate in summary.ceilings.tflops.items()
             )
             yield (
-                f"Roof: the least time that bytes and FLOPs of the layer take on this chip, at "
+                f"Roof: the shortest time that bytes and FLOPs of the layer can take on this chip, at "
                 f"{summary.ceilings.copy_gbps:.0f} GB/s and {rates}, measured in the same run.\n"
             )
         elif summary.no_roof:
             yield f"{summary.no_roof}\n"
     if summary.left:
-        yield "## Left as they are\n"
+        yield "## Layers that stay as they are\n"
         rows = [tuple(map(_escaped, row)) for row in summary.left]
         yield _table(("layer", "geometry", "why"), rows)
 
@@ -96,7 +96,7 @@ def _details(summary: Summary) -> Iterator[str]:
     yield from _bullets("Notes", summary.notes)
     if summary.load_snippet:
         yield "## Load it\n"
-        # A fence longer than any run of backticks inside, which nothing in the text can close.
+        # The fence is longer than any run of backticks inside, so nothing in the text can close it.
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", summary.load_snippet)), default=0))
         lines = map(printable, summary.load_snippet.strip().splitlines())
         yield "\n".join([f"{fence}python", *lines, fence])
@@ -135,6 +135,6 @@ def _bullets(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines) + "\n"
 
 
-def _escaped(foreign: str) -> str:
-    """Returns a name without markup or control characters, since anybody may have written the file that it is from."""
-    return _SPECIAL.sub(r"\\\1", printable(foreign))
+def _escaped(name: str) -> str:
+    """Returns a name without markup or control characters, since its file is not trusted."""
+    return _SPECIAL.sub(r"\\\1", printable(name))

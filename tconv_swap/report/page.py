@@ -1,4 +1,4 @@
-"""The report as one self-contained page with charts: no script, nothing from the network, light and dark."""
+"""Writes the report as one self-contained page with charts: without scripts or network access, light and dark."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tconv_swap.report.words import error_text, milliseconds
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Returns the report of a document that `to_json_dict` made, or that was read back from its JSON."""
+    """Returns the report of a document that `to_json_dict` made, or that was read back from JSON."""
     summary = summarise(document)
-    # Whatever comes out of a foreign file is escaped by the template.
+    # The template escapes all text that comes from the user's file.
     templates = Environment(
         loader=PackageLoader("tconv_swap.report", "."),
         autoescape=select_autoescape(("j2",)),
@@ -46,18 +46,18 @@ def _charts(summary: Any) -> list[tuple[str, str, str | None]]:
     return [
         (
             "The ways to run it",
-            "Times as fast as the network runs today, each way timed beside it; the chosen one in colour.",
+            "How many times as fast as today each way is, timed beside today's way; the chosen one in colour.",
             way_bars(summary),
         ),
         (
             "Time of every layer",
-            "By itself, on what reaches it in the network. The figure is the speedup.",
+            "Each layer alone, on the tensors that reach it in the network. The number is the speedup.",
             bars(summary),
         ),
         (
-            "How far from the chip's limit",
-            "Each layer's arrow leads from PyTorch to ours; the line is what this chip can do, measured in the "
-            "same run. Numbers are those of the chart above.",
+            "Distance from the chip's limit",
+            "Each arrow leads from PyTorch's layer to ours; the line is the limit of this chip, measured in the "
+            "same run. The numbers are those of the chart above.",
             roofline(summary),
         ),
     ]

@@ -1,4 +1,4 @@
-"""The rows of a report, the same for every form of it: plain data and what follows from it."""
+"""Defines the rows of a report, the same for every form of it: plain data and what follows from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tconv_swap.report.words import times_as_fast
 
 @dataclass(frozen=True)
 class Before:
-    """Median of PyTorch's and of ours, milliseconds, and half the interquartile range as a share of the median."""
+    """The medians of PyTorch's and ours in milliseconds, and half the interquartile range as a share of each median."""
 
     original_ms: float
     swapped_ms: float
@@ -26,12 +26,12 @@ class StageRow:
 
     Attributes:
         stage: `forward`, `backward`, `step` (whole networks) or `both` (layers: forward and backward together).
-        times: of both.
+        times: those of both.
         verdict: `faster`, `slower`, `same` (within noise) or `noisy` (noise may be all of the difference).
-        family: what computes it, for a reader; `""` where not known.
-        why: one line for each part, why that and no other.
-        roof_ms: the least that the work can take at the measured ceilings; None where not known.
-        work: useful FLOPs and fewest bytes; None where not known.
+        family: what computes it, in the reader's words; `""` if not known.
+        why: for each part one line that says why this computes it.
+        roof_ms: a lower bound for the time at the measured ceilings; None if not known.
+        work: useful FLOPs and fewest bytes; None if not known.
     """
 
     stage: str
@@ -48,18 +48,18 @@ class StageRow:
 
     @property
     def of_roof(self) -> float | None:
-        """The fraction of the chip's limit that ours reaches, 0 to 1."""
+        """Returns the fraction of the chip's limit that ours reaches, 0 to 1."""
         return None if self.roof_ms is None else self.roof_ms / self.times.swapped_ms
 
     @property
     def of_roof_before(self) -> float | None:
-        """The fraction of the chip's limit that PyTorch's reaches, 0 to 1."""
+        """Returns the fraction of the chip's limit that PyTorch's reaches, 0 to 1."""
         return None if self.roof_ms is None else self.roof_ms / self.times.original_ms
 
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """Of some comparisons, the one nearest to its limit: errors against the reference, and the limit of ours."""
+    """Of several comparisons the one nearest to its limit: errors against the reference, and the limit of ours."""
 
     what: str
     mode: str
@@ -72,7 +72,7 @@ class ErrorRow:
 
     @property
     def of_limit(self) -> float:
-        """The share of the limit that is used: above 1, or NaN, it fails."""
+        """Returns the used share of the limit: if it is above 1, or NaN, the comparison fails."""
         if self.swapped == 0:
             return 0.0
         return self.swapped / self.limit if self.limit else math.inf
@@ -80,16 +80,17 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One transposed convolution in one form of its inputs; several rows where it is called in several forms.
+    """One transposed convolution with inputs of one form (shape, dtype, layout); several rows if it has inputs of
+    several.
 
     Attributes:
         name: its dotted names.
-        geometry: channels and arguments in short.
-        form: `32x512x4x4 float32 channels_last, 2 calls`; `""` where it was not timed.
-        mode: of the arithmetic, a key of the ceilings' rates; `""` where not known.
+        geometry: channels and arguments in short form.
+        form: `32x512x4x4 float32 channels_last, 2 calls`; `""` if it was not timed.
+        mode: the arithmetic, a key of the ceilings' rates; `""` if not known.
         stages: the timed ones.
-        error: the worst of its own comparisons; None where there was none.
-        kernels: what is launched, in words; for details.
+        error: the largest error of its own comparisons; None if there was none.
+        kernels: the launched kernels in words, for details.
     """
 
     name: str
@@ -110,17 +111,17 @@ class Summary:
     """The whole report.
 
     Attributes:
-        facts: label and text, in the order in which they are to be read.
+        facts: labels and texts, in the order for the reader.
         outcome: as in the document.
-        verdict: one line.
-        network: stages of the whole network.
-        layers: the swapped ones.
-        left: the others, then the norms left: name, geometry or classes, why.
-        errors: the worst of every kind and mode.
-        remarks: one line each on shares of time and on memory.
-        no_roof: why no roof is shown; `""` where one is.
-        notes, failures: one line each.
-        ways: the ways to run the network, where they were tried; a table for each stage.
+        verdict: the verdict in one line.
+        network: the stages of the whole network.
+        layers: the swapped layers.
+        left: the other layers, then the norms that are left: name, geometry or classes, reason.
+        errors: the largest error of every kind and mode.
+        remarks: lines on shares of time and on memory.
+        no_roof: why no roof is shown; `""` if one is.
+        notes, failures: lines.
+        ways: the ways to run the network, if they were tried; a table for each stage.
     """
 
     facts: tuple[tuple[str, str], ...]

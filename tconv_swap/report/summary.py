@@ -1,4 +1,4 @@
-"""What every form of the report says, out of the JSON document: plain rows, computed once for all renderers."""
+"""Computes the content of every form of the report from the JSON document: plain rows, once for all renderers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tconv_swap.report.ways import way_notes, way_tables
 from tconv_swap.report.words import size_text, verdict_of
 
 FAMILIES = {"native": "PyTorch", "plain": "PyTorch"}
-"""Words for a reader, where a family's own name needs one."""
+"""Words for the reader, for families whose own name is not clear."""
 
 Json = Mapping[str, Any]
 
 
 def summarise(document: Json, notes: Sequence[str] = ()) -> Summary:
-    """The summary of a document that `to_json_dict` made, or that was read back from its JSON.
+    """Returns the summary of a document that `to_json_dict` made, or that was read back from JSON.
 
     Args:
         document: see `document`.
-        notes: in front of those that the document holds.
+        notes: put in front of those of the document.
     """
     plan, facts = document["plan"], document["facts"]
     verification, benchmark = document["verification"], document["benchmark"]
@@ -104,9 +104,7 @@ def _no_roof(document: Json) -> str:
         return ""
     if str(document["facts"]["device"]).startswith("cuda"):
         return "no roof: the ceilings of this GPU were not measured"
-    return (
-        "no roof: ceilings are measured on CUDA GPUs only, since on a CPU the caches hold what a layer needs"
-    )
+    return "no roof: ceilings are measured on CUDA GPUs only, since on a CPU the caches can hold all data of a layer"
 
 
 def _notes(document: Json) -> Iterator[str]:
@@ -132,7 +130,7 @@ def _names(layer: Json) -> str:
 
 
 def _number(value: Any) -> float:
-    """Returns the number of a JSON value, in which infinities and NaN are strings."""
+    """Returns the number that a JSON value stands for: infinities and NaN are strings there."""
     return float(value)
 
 
@@ -177,7 +175,7 @@ def _stage(row: Json, **known: Any) -> StageRow:
 def _layer_rows(
     layer: Json, document: Json, checks: Sequence[ErrorRow], ceilings: Ceilings | None
 ) -> Iterator[LayerRow]:
-    """Returns a row for each form of the layer's inputs that was timed; one without times where none was."""
+    """Yields a row for each form of the layer's inputs that was timed; one row without times if none was."""
     own = [check for check in checks if check.what.startswith("layer_") and check.name in layer["names"]]
     same = {
         "name": _names(layer),
@@ -210,10 +208,10 @@ def _key(layer: Json) -> tuple[Any, ...]:
 
 
 def _explained(timed: Json, document: Json) -> Json | None:
-    """Returns the explanation of the layer as it was timed."""
+    """Returns the explanation of the layer for the inputs that were timed."""
     explanation = document.get("explanation")
     found = [layer for layer in explanation["layers"] if _key(layer) == _key(timed)] if explanation else []
-    # The layout breaks the tie: a layer's may differ from its input's, by its weight's.
+    # The layout decides between several: that of a layer may differ from its input's, because of its weight.
     same = [layer for layer in found if layer["layout"] == timed["memory_format"]]
     return next(iter([*same, *found]), None)
 
@@ -236,7 +234,7 @@ def _layer_stage(timed: Json, explained: Json | None, mode: str, ceilings: Ceili
         return _stage(timed)
     forward, *gradients = explained["stages"]
     parts = [forward] if timed["stage"] == "forward" else gradients
-    # All gradients together: each tensor moves and each product is made twice.
+    # All gradients together move each tensor and compute each product twice.
     times = 1 if timed["stage"] == "forward" else 2
     work = Work(times * forward["flops"], times * forward["bytes"])
     known = ceilings is not None and mode in ceilings.tflops
@@ -255,7 +253,7 @@ def _family(part: Json) -> str:
 
 
 def _both(stages: Sequence[StageRow]) -> Iterator[StageRow]:
-    """Returns the times of forward and backward together: what a layer contributes to a training step."""
+    """Yields the times of forward and backward together, which a layer adds to a training step."""
     if [row.stage for row in stages] != ["forward", "backward"]:
         return
     forward, backward = (row.times for row in stages)

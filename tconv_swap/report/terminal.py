@@ -1,4 +1,5 @@
-"""The report on a terminal: one look by default, every number with ``verbose``; plain text in files and pipes."""
+"""Prints the report on a terminal: a short form by default, every number with ``verbose``; plain text to files and
+pipes."""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
     from tconv_swap.ways.report import WaysReport
 
 WIDTH = 80
-#: Beside its numbers, which nothing may cut, a name has 14 columns then.
-LEAST_WIDTH = 72
+#: The width at which a name has 14 columns beside its numbers, which are never cut.
+MIN_WIDTH = 72
 FAILURES_SHOWN = 10
-#: What a table says of one layer: lines on the left, and rows of cells.
+#: The lines of a table for one layer: labels on the left, and rows of cells.
 Block: TypeAlias = tuple[list[Text], list[list[Text]]]
 STYLES = {"faster": "green", "slower": "red", "noisy": "yellow", "same": ""}
 VERDICTS = {"verified": "bold green", "mismatch": "bold red", "not_verified": "yellow"}
 
 
 def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
-    """A console for the report: in colour and as wide as it is on a terminal, plain 80 columns elsewhere.
+    """Returns a console for the report: in colour and full width on a terminal, plain 80 columns elsewhere.
 
     Args:
-        file: where to write instead of stdout.
-        stderr: write to stderr instead of stdout.
+        file: the file to write to instead of stdout.
+        stderr: writes to stderr instead of stdout.
     """
     console = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -63,12 +64,12 @@ def print_report(
     *,
     verbose: bool = False,
 ) -> None:
-    """Writes the report to `console`; says of what is None that it was not done.
+    """Writes the report to `console`; for parts that are None it says that they were not done.
 
     Args:
-        console: as `make_console` gives it.
+        console: the result of `make_console`.
         plan, verification, benchmark, facts, explanation, ceilings, ways: as in `to_json_dict`.
-        verbose: with the spread of every timing, every kind of error, and every kernel.
+        verbose: adds the spread of every timing, every kind of error, and every kernel.
     """
     document = to_json_dict(plan, verification, benchmark, facts, explanation, ceilings, ways)
     print_summary(console, summarise(document), verbose=verbose)
@@ -88,23 +89,23 @@ def print_summary(console: Console, summary: Summary, *, verbose: bool = False) 
     with console.capture() as capture:
         width = console.width
         for renderable in itertools.chain.from_iterable(sections):
-            # A narrow terminal wraps these tables itself: rich would cut names and numbers.
-            console.width = max(width, LEAST_WIDTH) if isinstance(renderable, _Whole) else width
+            # On a narrow terminal these tables are wrapped here: rich would cut names and numbers.
+            console.width = max(width, MIN_WIDTH) if isinstance(renderable, _Whole) else width
             console.print(renderable)
         console.width = width
         if summary.load_snippet:
             console.print(Text("Load it", style="bold"))
             for line in summary.load_snippet.strip().splitlines():
-                # To be copied: never wrapped, however narrow the console.
+                # These lines are for copying: they are never wrapped, also on a narrow console.
                 console.print(_text(f"    {line}"), soft_wrap=True)
-    # Tables pad every line to their width, which a file or a diff has no use for.
+    # Tables pad every line to their width; in a file or a diff the padding is useless.
     text = "\n".join(line.rstrip() for line in capture.get().split("\n"))
     console.out(text, end="", highlight=False)
 
 
-def _text(foreign: str, style: str = "") -> Text:
-    """Returns a name in which nothing can steer the terminal: anybody may have written the file that it is from."""
-    return Text(printable(foreign), style=style)
+def _text(name: str, style: str = "") -> Text:
+    """Returns a name without control characters for the terminal, since its file is not trusted."""
+    return Text(printable(name), style=style)
 
 
 def _title(text: str, explanation: str = "") -> RenderableType:
@@ -116,7 +117,7 @@ def _table(padding: tuple[int, ...] = (0, 1)) -> Table:
 
 
 class _Whole(Padding):
-    """Returns a table that is never narrower than LEAST_WIDTH."""
+    """A table that is never narrower than MIN_WIDTH."""
 
 
 def _whole(table: Table) -> RenderableType:
@@ -149,7 +150,7 @@ def _speedup(row: StageRow) -> Text:
 
 
 def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
-    """Prints for every layer and the whole network its time before, its time after, and what computes it."""
+    """Yields for every layer and the whole network its time before, its time after, and what computes it."""
     if not summary.layers:
         yield _title("Nothing to swap")
         if not summary.left:
@@ -164,7 +165,7 @@ def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
     whole = [_stage_cells(row) for row in summary.network]
     whole += [_error_cells(row, _what(row)) for row in _network_errors(summary)]
     blocks.append(([Text("whole network", style="bold")] if whole else [], whole))
-    if width < LEAST_WIDTH:
+    if width < MIN_WIDTH:
         yield from _stacked(blocks, width, roof)
     else:
         yield _indented(_beside(blocks, roof))
@@ -179,7 +180,7 @@ def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
 
 
 def _beside(blocks: list[Block], roof: bool) -> Table:
-    """Names on the left of their numbers."""
+    """Returns a table with names on the left of their numbers."""
     table = _table(padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold", ratio=1)
     table.add_column("", no_wrap=True)
@@ -196,7 +197,7 @@ def _beside(blocks: list[Block], roof: bool) -> Table:
 
 
 def _stacked(blocks: list[Block], width: int, roof: bool) -> Iterator[RenderableType]:
-    """Names above their numbers, and of the last two columns those that there is room for."""
+    """Yields names above their numbers, and of the last two columns those that fit."""
     head = [Text(word, style="dim") for word in ("", "PyTorch", "ours", "", "run by", "roof")]
     rows = [head, *(row for _, block in blocks for row in block)]
     sizes = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
@@ -245,7 +246,7 @@ def _error_cells(row: ErrorRow, what: str) -> list[Text]:
 
 
 def _network_errors(summary: Summary) -> list[ErrorRow]:
-    """Returns the worst output and the worst gradient of the network as a whole."""
+    """Returns the largest errors of output, gradient and buffer of the network as a whole."""
     found: dict[str, ErrorRow] = {}
     for row in summary.errors:
         if row.what.startswith("layer_"):
@@ -264,7 +265,7 @@ def _what(row: ErrorRow) -> str:
 
 
 def _add_rows(table: Table, labels: list[Text], rows: list[list[Text]]) -> None:
-    """One row of many lines, so that a label may fold without tearing the numbers apart."""
+    """Adds one row of many lines, so that a label may wrap without separating the numbers."""
     if not labels and not rows:
         return
     columns = [Text("\n").join(cells) for cells in zip(*rows, strict=True)]
@@ -287,7 +288,7 @@ def _left(summary: Summary) -> Iterator[RenderableType]:
     if not summary.left:
         return
     if summary.layers:
-        yield _title("Left as they are")
+        yield _title("Layers that stay as they are")
     table = _table()
     table.add_column("layer", overflow="fold", ratio=3)
     table.add_column("geometry", overflow="fold", ratio=3)
@@ -342,7 +343,7 @@ def _time_cells(row: StageRow) -> list[Text]:
     times = row.times
     original = _with_spread(times.original_ms, times.original_spread)
     swapped = _with_spread(times.swapped_ms, times.swapped_spread)
-    if row.stage == "both":  # a sum: its spread is not known
+    if row.stage == "both":  # a sum has no known spread
         original, swapped = Text(milliseconds(times.original_ms)), Text(milliseconds(times.swapped_ms))
     return [Text(row.stage), original, swapped, _speedup(row)]
 

@@ -1,4 +1,4 @@
-"""The table of ways, out of the JSON document: plain rows, computed once for all forms of the report."""
+"""Makes the table of ways from the JSON document: plain rows, computed once for all forms of the report."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STAGES = {"forward": "forward pass", "step": "training step"}
 
 @dataclass(frozen=True)
 class WayLine:
-    """One way.
+    """The line of one way.
 
     Attributes:
         name: of the way.
-        today_ms, ms: medians of today's way and of this one, of the same run; None where it was not timed.
-        speedup: in words, over today; `""` where it was not timed.
-        verdict: as of a stage of the network; `""` where it was not timed.
+        today_ms, ms: the medians of today's way and of this one, from the same run; None if it was not timed.
+        speedup: the speedup over today in words; `""` if it was not timed.
+        verdict: as for a stage of the network; `""` if it was not timed.
         remark: what it is (chosen, PyTorch's best), or why it was not timed or not chosen.
-        chosen: whether it is the one.
+        chosen: whether it is the chosen way.
     """
 
     name: str
@@ -41,9 +41,9 @@ class WayTable:
     """The ways of one stage.
 
     Attributes:
-        title: of the stage.
+        title: the stage.
         lines: in the order in which they were tried.
-        headline: what is gained, in one sentence.
+        headline: the gain in one sentence.
         bound: what bounds the network in the chosen way.
         needs: what the chosen way requires; one line each.
     """
@@ -56,7 +56,7 @@ class WayTable:
 
 
 def way_tables(document: Json) -> tuple[WayTable, ...]:
-    """One for each stage that was searched; none where no ways were tried."""
+    """Returns a table for each stage that was searched; none if no ways were tried."""
     ways = document.get("ways")
     return tuple(map(_table, ways["stages"])) if ways else ()
 

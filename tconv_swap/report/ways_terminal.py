@@ -1,4 +1,4 @@
-"""The table of ways on a terminal."""
+"""Prints the table of ways on a terminal."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ STYLES = {"faster": "green", "slower": "red", "noisy": "yellow", "same": "", "":
 
 
 def ways_shown(tables: Sequence[WayTable], width: int) -> Iterator[RenderableType]:
-    """A table for each stage, and what follows from it.
+    """Yields a table for each stage, and the conclusions.
 
     Args:
-        tables: of the report.
-        width: columns of the console; where they are few, today's times are left out, which differ little.
+        tables: the tables of the report.
+        width: columns of the console; if it is narrow, today's times are left out, which hardly differ.
     """
     for table in tables:
         yield Text.assemble((f"Ways to run it, {table.title}", "bold"), ("  milliseconds, medians", "dim"))
         yield Padding(_drawn(table, width), (0, 0, 0, 2))
         lines = [table.headline, f"It is {table.bound}." if table.bound else ""]
         if table.needs:
-            lines.append(f"It needs: {'; '.join(table.needs)}.")
+            lines.append(f"This way needs: {'; '.join(table.needs)}.")
         yield from (Padding(Text(printable(line)), (0, 0, 0, 2)) for line in lines if line)
         yield ""
 

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them, the same in every form of the report."""
+"""Formats numbers for the reader, in the same way for every form of the report."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def verdict_of(speedup: float, interval: Sequence[float]) -> str:
 
 
 def times_as_fast(speedup: float, verdict: str) -> str:
-    """`1.93x faster`, `0.90x slower`, `1.00x`, or `1.31x noisy` where noise may be all of it."""
+    """Returns `1.93x faster`, `0.90x slower`, `1.00x`, or `1.31x noisy` if noise may be all of the difference."""
     places = 2 if speedup < 10 else 1 if speedup < 100 else 0
     return "1.00x" if verdict == "same" else f"{speedup:.{places}f}x {verdict}"
 
 
 def milliseconds(value: float) -> str:
-    """Returns three significant digits, four places at most: `0.0412`, `12.3`."""
+    """Returns three significant digits, at most four decimal places: `0.0412`, `12.3`."""
     digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 2
     return f"{value:.{min(digits, 4)}f}"
 
 
 def error_text(value: float) -> str:
-    """`2.1e-07`; `0` where exact."""
+    """Returns the error as `2.1e-07`; `0` if it is exact."""
     return "0" if value == 0 else f"{value:.1e}"
 
 

@@ -1,4 +1,4 @@
-"""The report as a file: which form a name asks for, and its text."""
+"""Renders the report for a file, in the form that the file's name requires."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class ReportError(Exception):
 
 
 def check(target: Path) -> None:
-    """Finds out before any work is done whether a report of this name can be made.
+    """Checks, before any work is done, that a report with this name can be made.
 
     Raises:
-        ReportError: the name ends in nothing that is known.
+        ReportError: the name has no known ending.
     """
     if target.suffix.lower() not in RENDERERS:
         raise ReportError(f"{target}: give a name that ends in {' or '.join(RENDERERS)}")
 
 
 def render(target: Path, document: Mapping[str, Any]) -> str:
-    """Returns the text of the report, in the form that the name of `target` asks for.
+    """Returns the text of the report, in the form that the name of `target` requires.
 
     Raises:
         ReportError: as in `check`.
@@ -38,7 +38,7 @@ def _markdown(document: Mapping[str, Any]) -> str:
 
 
 def _page(document: Mapping[str, Any]) -> str:
-    from tconv_swap.report.page import page  # here, because importing matplotlib takes more than a second
+    from tconv_swap.report.page import page  # imported here: importing matplotlib takes more than a second
 
     return page(document)
 

@@ -96,16 +96,16 @@ def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture:
 
 
 def drop_plan(handle: int) -> None:
-    """Releases what ``add_plan`` made; the kernels stay loaded."""
+    """Releases the program of ``add_plan``; the kernels stay loaded."""
     host.library().tconv_drop_program(ctypes.c_int64(handle))
 
 
 def forget_plans() -> None:
-    """Makes csrc/call.cpp forget its answers: it asks again how each call is computed."""
+    """Empties the cache of call plans in csrc/call.cpp: every call is planned again."""
     if host.is_loaded():
         host.library().tconv_forget()
 
 
 def count_plans() -> int:
-    """Returns how many kinds of calls csrc/call.cpp knows."""
+    """Returns how many call plans the cache of csrc/call.cpp holds."""
     return int(host.library().tconv_known()) if host.is_loaded() else 0

@@ -1,4 +1,4 @@
-"""Whether a swapped network computes what the original computes."""
+"""Verifies that a swapped network computes what the original computes."""
 
 from tconv_swap.verification.report import Check, VerifyReport
 from tconv_swap.verification.verify import verify

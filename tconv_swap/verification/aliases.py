@@ -1,4 +1,4 @@
-"""Whether two tensors lie in the same memory."""
+"""Finds out whether two tensors share memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that are both there lie, in part at least, in the same memory."""
+    """Returns whether two tensors exist and share memory, at least in part."""
     if one.device != other.device or not one.numel() or not other.numel() or one.is_meta:
         return False
     if one.layout != torch.strided or other.layout != torch.strided:

@@ -1,6 +1,6 @@
-"""Every block (a norm, and the activation behind it) compared by itself while the network runs: output, running
-statistics and gradients, against float64 and beside the error of PyTorch's modules on the very same input. So is what
-evaluation computes of a transposed convolution and both as one."""
+"""Compares every block (a norm, and the activation behind it) by itself while the network runs: output, running
+statistics and gradients, against float64 and beside the error of PyTorch's modules on the same input. In evaluation, a
+transposed convolution that is computed with both as one is compared too."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from tconv_swap.verification.compare import Tolerance, mismatch
 from tconv_swap.verification.layer_call import accumulated, isolated, layer_roundoff, own_class, weights
 from tconv_swap.verification.report import Check, Kind
 
-#: Of one block in one mode.
+#: The largest number of compared calls of one block in one mode.
 MAX_CALLS = 2
-# However inexact PyTorch itself is, a block is excused no further (see compare.excused).
+# The error of PyTorch's own modules excuses a block up to this (see compare.excused).
 EXCUSABLE_ERROR = 0.02
 
 _GRADIENTS: tuple[Kind, ...] = ("layer_grad_input", "layer_grad_weight", "layer_grad_bias")
 
 
 def fused_modules(network: nn.Module) -> list[str]:
-    """The dotted names of the modules that a swap with ``fuse`` gave another class."""
+    """Returns the dotted names of the modules that a swap with ``fuse`` gave another class."""
     return [name for name, module in network.named_modules() if original_class(type(module)) is not None]
 
 
 @dataclass(frozen=True)
 class _Call:
-    """``norm``: a copy of the module as it was before the call."""
+    """One call of a block. ``norm``: a copy of the module in its state before the call."""
 
     name: str
     mode: str
@@ -48,8 +48,8 @@ class _Call:
     added: Tensor | None
 
     def by_pytorch(self, dtype: torch.dtype | None = None) -> tuple[list[Tensor], nn.Module, Tensor]:
-        """Inputs (what is added is the second), module and output of PyTorch's own computation, which can be
-        differentiated."""
+        """Returns the inputs (the added tensor is the second), the module and the output of PyTorch's own computation,
+        which can be differentiated."""
         norm = copy.deepcopy(self.norm)
         if dtype is not None:
             norm = norm.to(dtype)
@@ -62,7 +62,7 @@ class _Call:
             return inputs, norm, activate(normed + inputs[1] if len(inputs) > 1 else normed, *applied)
 
     def by_ours(self) -> tuple[list[Tensor], nn.Module, Tensor | None]:
-        """The same by our kernels."""
+        """Returns the same, computed by our kernels."""
         norm, inputs = copy.deepcopy(self.norm), self._leaves()
         with torch.enable_grad():
             return inputs, norm, call.computed(norm, self.activation, *inputs)
@@ -77,8 +77,8 @@ class _Evaluation:
     """A call of a transposed convolution, the norm and the activation behind it, in evaluation.
 
     Attributes:
-        name: of the norm, without one of the layer.
-        norm: a copy.
+        name: the name of the norm; without a norm that of the layer.
+        norm: a copy of the norm.
     """
 
     name: str
@@ -89,13 +89,13 @@ class _Evaluation:
     x: Tensor
 
     def by_ours(self) -> Tensor | None:
-        """As one program, without the hooks of those who watch."""
+        """Computes the call as one program, without the hooks of observers."""
         layer = isolated(self.layer, own_class(self.layer), *weights(self.layer))
         with torch.no_grad():
             return call.evaluated(layer, self.norm, self.activation, self.x)
 
     def by_pytorch(self, dtype: torch.dtype | None = None) -> Tensor:
-        """PyTorch's own computation."""
+        """Computes the call with PyTorch's own modules."""
         x = self.x if dtype is None else self.x.to(dtype)
         weight, bias = weights(self.layer)
         if dtype is not None:
@@ -111,7 +111,8 @@ class _Evaluation:
             return activate(y, *applied)
 
     def amplification(self, exact: Tensor) -> float:
-        """How much larger a rounding error of the layer's output is beside the block's, ``exact``; at least 1."""
+        """Returns by how much a rounding error of the layer's output grows, relative to the block's output ``exact``;
+        at least 1."""
         alone = replace(self, norm=None, activation=None).by_pytorch(torch.float64).detach()
         if self.norm is not None:
             given: Any = self.norm
@@ -123,7 +124,7 @@ class _Evaluation:
 
 @dataclass
 class BlockChecks:
-    """Checks the blocks of a network while it runs; within ``watch``. ``checks``: in the order of the calls."""
+    """Checks the blocks of a network while it runs inside ``watch``. ``checks``: in the order of the calls."""
 
     network: nn.Module
     backward: bool
@@ -133,7 +134,7 @@ class BlockChecks:
 
     @contextmanager
     def watch(self, mode: str) -> Iterator[None]:
-        """Every block computed inside is compared: its output at once, its gradients when backward comes by."""
+        """Compares every block that is computed inside: its output at once, its gradients during the backward pass."""
         names = {id(module): name for name, module in self.network.named_modules()}
         seen: dict[str, int] = {}
         evaluations: dict[str, int] = {}
@@ -189,14 +190,14 @@ class BlockChecks:
     def _compare_evaluation(self, made: _Evaluation) -> None:
         output = made.by_ours()
         if output is None:
-            return  # the modules compute it, or the layer and the block apart, which are compared so
+            return  # the modules compute it, or the layer and the block separately, which are compared separately
         original, exact = made.by_pytorch(), made.by_pytorch(torch.float64)
-        # PyTorch's may be more exact than its switches ask for.
+        # PyTorch's result may be more exact than its switches require.
         unit = layer_roundoff(made.layer, output) * made.amplification(exact)
         self._judge(made, "layer_output", made.name, output, original, exact, unit)
 
     def _guarded(self, made: _Call | _Evaluation, comparison: Any) -> None:
-        # PyTorch's own modules may run out of memory here, which is not the block's failure.
+        # PyTorch's own modules may run out of memory here, which is not the block's fault.
         try:
             comparison()
         except Exception as error:
@@ -246,14 +247,14 @@ class BlockChecks:
 
 
 def _rounding(value: Tensor, terms: int) -> float:
-    """What rounding does to a sum of so many terms, relative to them."""
+    """Returns the error that rounding makes in a sum of this many terms, relative to them."""
     if not value.is_floating_point():
         return 0.0
     return accumulated(torch.finfo(value.dtype).eps / 2, terms, value.dtype)
 
 
 def _terms(made: _Call) -> int:
-    """Values that one sum adds up."""
+    """Returns the number of values that one sum adds."""
     return made.x.numel() // max(1, made.x.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""Other numbers in the same parameters: what a layer kept of the old ones then shows."""
+"""Writes other numbers into the same parameters, so that values which a layer kept of the old ones become visible."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tconv_swap.layer import SWAPPED
 def change_weights(module: nn.Module, layers: Sequence[str]) -> None:
     """Writes other numbers into every floating-point parameter of the named layers, in place.
 
-    Through `.data`, which leaves the version counter as it is: what is kept by that counter is caught too. Only a
-    frozen layer (`tconv_swap.freeze`), which promises to see an ordinary write alone, gets an ordinary one.
+    It writes through `.data`, which leaves the version counter unchanged, so that a layer which relies on this counter
+    is caught too. Only a frozen layer (`tconv_swap.freeze`), which promises to notice ordinary writes only, gets an
+    ordinary write.
     """
     modules = dict(module.named_modules())
     seen: set[int] = set()
@@ -33,9 +34,9 @@ def change_weights(module: nn.Module, layers: Sequence[str]) -> None:
 
 
 def _other(parameter: Tensor) -> Tensor:
-    """Of the same size, but with no symmetry to the old: neither a sign nor a scale that a norm would hide.
+    """Returns numbers of the same size without a symmetry to the old ones: a norm would hide a sign or a scale.
 
-    A vector (a bias) moves by 1, so that it is seen beside the sum that it is added to.
+    A vector (a bias) changes by 1, so that the change is visible beside the sum that it is added to.
     """
     value = parameter.detach()
     wide = value.double() if value.dtype == torch.float64 else value.float()
@@ -45,7 +46,8 @@ def _other(parameter: Tensor) -> Tensor:
 
 
 def _can_be_written(parameter: Tensor) -> bool:
-    """Expanded tensors share elements, and PyTorch refuses to write to them; other layouts have no `roll`."""
+    """Returns whether a parameter can be written: PyTorch refuses this for expanded tensors, and other layouts have no
+    `roll`."""
     return (
         parameter.is_floating_point()
         and parameter.layout == torch.strided

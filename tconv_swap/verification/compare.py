@@ -1,7 +1,7 @@
-"""How far a tensor is from the truth, and how far rounding alone may drive it.
+"""Measures how far a tensor is from the truth, and how far rounding alone may move it.
 
-Two norms, always both. The largest single error finds one wrong pixel in a large tensor; the L2 norm finds an
-error that is small everywhere, such as a gradient off by a factor.
+There are two norms, and both are always used. The largest single error finds one wrong pixel in a large tensor; the L2
+norm finds an error that is small everywhere, such as a gradient with a wrong factor.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# How often the original's own error the swapped network's may be: two correct kernels that add in different
-# orders differ by more in float32, where nothing but the order counts, than where one rounding dominates.
+# The error of the swapped network may be this many times the original's: two correct kernels that add in different
+# orders differ by more in float32, where only the order matters, than where one rounding dominates.
 FACTORS = {torch.float64: 16.0, torch.float32: 8.0}
 REDUCED_PRECISION_FACTOR = 4.0
 
-# A piece and what is computed from it stay in a CPU's cache.
+# A piece and the values computed from it fit into a CPU's cache.
 _PIECE_ELEMENTS = {"cpu": 1 << 17}
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Errors relative to the tensor's scale: of the worst element, and root mean square."""
+    """Errors relative to the tensor's scale: the largest, and the root mean square."""
 
     maximum: float = 0.0
     l2: float = 0.0
@@ -40,7 +40,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What the user allows instead of the automatic limit: an error of `atol + rtol * |reference|`."""
+    """The error that the user allows instead of the automatic limit: `atol + rtol * |reference|`."""
 
     atol: float
     rtol: float
@@ -48,7 +48,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One comparison, in the norm that came closest to its limit."""
+    """The result of one comparison, in the norm that came closest to its limit."""
 
     norm: str
     error_original: float
@@ -67,10 +67,10 @@ def judge(
     tolerance: Tolerance | None = None,
     scale: Verdict | None = None,
 ) -> Verdict:
-    """The verdict in the norm whose limit is the most used; with a tolerance, errors are in units of it.
+    """Returns the verdict in the norm that uses most of its limit; with a tolerance, errors are in units of it.
 
     Args:
-        scale: a verdict on the scale of the whole, where there is one.
+        scale: a verdict on the scale of the whole tensor, if there is one.
     """
     if tolerance is not None:
         return Verdict("allclose", original.maximum, swapped.maximum, 1.0)
@@ -85,21 +85,21 @@ def judge(
 
 def _ratio(error: float, limit: float) -> float:
     if math.isnan(error) or math.isnan(limit):
-        return math.inf  # or the other norm, which says nothing of it, would be the verdict
+        return math.inf  # otherwise the other norm, which does not show this error, would give the verdict
     return error / limit if limit > 0 else (math.inf if error > 0 else 0.0)
 
 
 class ErrorSum:
-    """The error of one tensor against the truth, added up piece by piece so that no float64 copy is whole.
+    """The error of one tensor against the truth, added up piece by piece, so that no whole float64 copy exists.
 
-    An element counts where truth and original are finite. There, a value that is not finite is an error
-    without bound; where both are not, one that is finite is (an overflow or a NaN was hidden), and so is one
-    that neither of them is: NaN for an infinity, or the other infinity. Where float64 alone is finite, the
-    original has overflowed, and whether rounding lets another do so too is chance; but not into the other
-    direction. Where the original alone is finite, float64 tells nothing.
+    An element counts if truth and original are finite. There a value that is not finite is an infinite error. If
+    neither is finite, a finite value is an infinite error (an overflow or a NaN was hidden), and so is a value that
+    neither of them has: NaN instead of an infinity, or the other infinity. If only float64 is finite, the original has
+    overflowed, and rounding decides whether another result does too; but it must not overflow to the other sign. If
+    only the original is finite, float64 says nothing.
 
-    NaN for an infinity is allowed where CUDA kernels computed the value: ours multiply what lies beyond a
-    kernel's taps by zero, and split float32 into parts whose difference an infinity does not have.
+    If CUDA kernels computed the value, NaN is allowed instead of an infinity: ours multiply values beyond the taps of a
+    kernel by zero, and split float32 into parts, whose difference does not exist for an infinity.
     """
 
     def __init__(self, *, cuda: bool = False) -> None:
@@ -119,9 +119,9 @@ class ErrorSum:
         """Adds the next piece.
 
         Args:
-            value, truth, original: float64, one shape.
-            scale: what the largest error is measured in, per element or for all; 0 only where truth is 0.
-            energy: root of the squares that the squared errors are measured against, summed over the piece.
+            value, truth, original: float64 tensors of one shape.
+            scale: the unit of the largest error, per element or for all; 0 only where truth is 0.
+            energy: the root of the squares that the squared errors are compared with, summed over the piece.
         """
         if value.numel() == 0:
             return
@@ -131,7 +131,7 @@ class ErrorSum:
             finite = value.isfinite()
             self.not_finite += int((expected & ~finite).sum())
             self.hidden += int((finite & ~truth.isfinite() & ~original.isfinite()).sum())
-            another = self._find_another(value, truth, original)
+            another = self._find_wrong_non_finite(value, truth, original)
             energy = torch.where(expected, energy, 0.0)
             error = torch.where(expected & finite, error, 0.0)
             wrong = (expected & ~finite) | another
@@ -141,22 +141,22 @@ class ErrorSum:
         self._keep_worst(torch.where(error > 0, error / scale, 0.0), value, truth)
         self.elements += value.numel()
 
-    def _find_another(self, value: Tensor, truth: Tensor, original: Tensor) -> Tensor:
-        """Where the value is NaN or an infinity, and not the one that it has to be."""
+    def _find_wrong_non_finite(self, value: Tensor, truth: Tensor, original: Tensor) -> Tensor:
+        """Returns where the value is NaN or an infinity, but not the one that it has to be."""
         neither = ~truth.isfinite() & ~original.isfinite() & ~value.isfinite()
         for other in (truth, original):
             neither &= ~((value == other) | (value.isnan() & other.isnan()))
         if self.cuda or value.device.type == "cuda":
             self.allowed_nan += int((neither & value.isnan()).sum())
             neither &= ~value.isnan()
-        # The product is NaN where the truth is zero, so that no direction is the wrong one.
+        # The product is NaN where the truth is zero, so there neither sign is wrong.
         same_sign = truth.isfinite() & original.isinf() & (truth * original > 0)
         another = neither | (same_sign & (value == -original))
         self.another += int(another.sum())
         return another
 
     def _keep_worst(self, ratio: Tensor, value: Tensor, truth: Tensor) -> None:
-        # NaN is the largest to `max` and `argmax`, and must be to what compares with it later.
+        # `max` and `argmax` treat NaN as the largest, so later comparisons have to do the same.
         largest = float(ratio.max())
         if largest > self.worst[0] or (math.isnan(largest) and not math.isnan(self.worst[0])):
             at = int(ratio.argmax())
@@ -172,7 +172,7 @@ class ErrorSum:
         return Norms(self.worst[0], l2)
 
     def describe(self, shape: torch.Size) -> str:
-        """Where the worst element is and what is wrong with it; empty if all are equal."""
+        """Says where the largest error is and what is wrong there; empty if all elements are equal."""
         parts = []
         if self.not_finite:
             parts.append(f"{self.not_finite} of {self.elements} NaN or Inf where the original has none")
@@ -187,7 +187,7 @@ class ErrorSum:
 
 
 def mismatch(value: Any, original: Any) -> str:
-    """What is wrong with the value before any number is looked at; empty if nothing."""
+    """Returns what is wrong with the value apart from its numbers; empty if nothing is."""
     if not isinstance(value, Tensor):
         return f"is {type(value).__name__}, expected a tensor"
     if value.shape != original.shape:
@@ -200,7 +200,7 @@ def mismatch(value: Any, original: Any) -> str:
 
 
 def layout_mismatch(value: Tensor, original: Tensor) -> str:
-    """How it lies in memory otherwise than the original; empty if it does not, or nothing tells."""
+    """Returns how its memory layout differs from the original's; empty if it does not, or if this cannot be seen."""
     if value.layout != torch.strided or original.layout != torch.strided or not original.numel():
         return ""
     strides = [
@@ -220,12 +220,12 @@ def difference(
     *,
     cuda: bool = False,
 ) -> ErrorSum:
-    """The error of `value` against `truth`, relative to the largest |truth| and to its L2 norm.
+    """Returns the error of `value` against `truth`, relative to the largest |truth| and to its L2 norm.
 
     Args:
-        value, truth, original: one shape, any dtype. Integers and booleans differ or they do not: the
-            error is then the fraction that differs, in both norms.
-        cuda: whether CUDA kernels computed the value, wherever it lies now.
+        value, truth, original: tensors of one shape and any dtype. Integers and booleans are equal or not: the error is
+            then the fraction that differs, in both norms.
+        cuda: whether CUDA kernels computed the value, wherever it is now.
     """
     result = ErrorSum(cuda=cuda)
     if not (value.is_floating_point() or value.is_complex()) and tolerance is None:
@@ -234,7 +234,7 @@ def difference(
             zero = torch.zeros_like(apart)
             result.add(apart, zero, zero, 1.0, zero + 1)
         return _as_fraction(result)
-    # A gradient that is exactly zero in float64 is measured in units of what rounding left of it.
+    # A gradient that is exactly zero in float64 has as its unit what rounding left of it.
     largest, _ = _scale(truth, original)
     from_truth = largest > 0
     if not from_truth:
@@ -246,7 +246,7 @@ def difference(
 
 
 def distance(value: Tensor, other: Tensor, scale: Tensor, tolerance: Tolerance | None = None) -> Norms:
-    """How far two tensors are apart on the scale of a third; where one is not finite, nothing counts."""
+    """Returns how far two tensors are apart on the scale of a third; elements that are not finite do not count."""
     if value.dtype == other.dtype and value.device == other.device and torch.equal(value, other):
         return Norms()
     if not (value.is_floating_point() or value.is_complex()) and tolerance is None:
@@ -270,7 +270,7 @@ def distance(value: Tensor, other: Tensor, scale: Tensor, tolerance: Tolerance |
 
 
 def _scale(tensor: Tensor, original: Tensor) -> tuple[float, float]:
-    """The largest magnitude and the sum of squares, of what is finite in both."""
+    """Returns the largest magnitude and the sum of squares of the elements that are finite in both."""
     largest = energy = 0.0
     for piece, mine, _ in _pieces(tensor, original, original):
         if not _all_finite(piece, mine):
@@ -281,12 +281,12 @@ def _scale(tensor: Tensor, original: Tensor) -> tuple[float, float]:
 
 
 def _all_finite(*pieces: Tensor) -> bool:
-    """False if any element is not finite; also if the sum overflows, which only costs the longer way."""
+    """Returns False if any element is not finite; also if the sum overflows, which only makes the check slower."""
     return all(math.isfinite(float(piece.sum())) for piece in pieces)
 
 
 def _as_fraction(result: ErrorSum) -> ErrorSum:
-    """Differing elements were added with the error 1 each: both norms become the fraction that differs."""
+    """Turns both norms into the fraction of elements that differ, each of which was added with the error 1."""
     fraction = result._squares / result.elements if result.elements else 0.0
     result.worst = (fraction, *result.worst[1:])
     result._squares, result._energy = fraction**2, 1.0
@@ -294,7 +294,7 @@ def _as_fraction(result: ErrorSum) -> ErrorSum:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Three tensors in float64, a bounded number of elements at a time, on the device of the first."""
+    """Yields pieces of three tensors in float64, of a limited number of elements, on the device of the first."""
     flat = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).reshape(-1) for t in tensors]
     device = flat[0].device if flat[0].device.type != "mps" else torch.device("cpu")
     step = _PIECE_ELEMENTS.get(device.type, _PIECE_ELEMENTS_ELSEWHERE)
@@ -312,9 +312,9 @@ def _unravel(index: int, shape: torch.Size) -> list[int]:
 
 
 def roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """The largest relative error with which a convolution in `dtype` rounds an operand or its result.
+    """Returns the largest relative error with which a convolution in `dtype` rounds an operand or its result.
 
-    float32 obeys PyTorch's switches: 2^-11 where they allow TF32 on this device, 2^-24 where not.
+    float32 obeys PyTorch's switches: 2^-11 if they allow TF32 on this device, otherwise 2^-24.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return roundoff(torch.float32, device)
@@ -332,21 +332,21 @@ def _float32_precision(device: torch.device) -> str:
         backend = torch.backends.mkldnn
     else:
         return "ieee"
-    # What is not set on the operator is what is set on the backend, and so on upwards.
+    # A switch that is not set on the operator is inherited from the backend, and so on.
     chosen = (backend.conv.fp32_precision, backend.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
     return next((str(setting) for setting in chosen if setting != "none"), "ieee")
 
 
 def factor(dtype: torch.dtype, device: torch.device) -> float:
-    """How often the original's own error the swapped network's may be, for a tensor of this dtype."""
+    """Returns how many times the original's error the swapped network's may be, for a tensor of this dtype."""
     reduced = roundoff(dtype, device) > 2.0**-23
     return REDUCED_PRECISION_FACTOR if reduced else FACTORS.get(dtype, FACTORS[torch.float32])
 
 
 def excused(original: Norms, dtype: torch.dtype, device: torch.device, most: float) -> Norms:
-    """The error that the original's own excuses: a factor times it, but not beyond `most`.
+    """Returns the error that the original's own error excuses: a factor times it, but at most `most`.
 
-    Where the original itself is worse than that, twice its error.
+    If the original itself is worse than `most`, twice its error is excused.
     """
     times = factor(dtype, device)
     return Norms(
@@ -355,9 +355,9 @@ def excused(original: Norms, dtype: torch.dtype, device: torch.device, most: flo
 
 
 def allowed_without_error(unit: float, elements: int) -> Norms:
-    """What a correct result may be off even if the original happens to be exact.
+    """Returns the error that a correct result may have even if the original happens to be exact.
 
-    On average two roundings, and eight for the worst of many elements; the average over a handful of elements
-    strays as a single one does.
+    That is two roundings on average, and eight for the largest of many elements; the average over a few elements varies
+    as a single element does.
     """
     return Norms(8 * unit, 2 * unit * (1 + 3 / math.sqrt(max(elements, 1))))

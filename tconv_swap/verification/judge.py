@@ -1,4 +1,4 @@
-"""One layer by itself against PyTorch's and against float64: its output and its gradients, and what is found."""
+"""Compares one layer by itself with PyTorch's and with float64: its output and its gradients. Keeps the results."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tconv_swap.verification.layer_call import (
 from tconv_swap.verification.report import Check, Kind
 from tconv_swap.verification.slope import is_judged
 
-# However inexact PyTorch itself is, a layer is excused no further (see compare.excused).
+# The error of PyTorch's own layer excuses a layer up to this (see compare.excused).
 EXCUSABLE_ERROR = 0.02
 
 
 @dataclass
 class LayerJudge:
-    """Compares calls of layers and keeps what it finds.
+    """Compares calls of layers and keeps the results.
 
     Attributes:
-        reached: names of the layers that were compared on an input with elements in it.
+        reached: names of the layers that were compared on a nonempty input.
         notes: what could not be compared, and why.
-        found: each check with its place in the order of the calls.
+        found: each check with the position of its call.
         order: counts the calls.
     """
 
@@ -71,14 +71,14 @@ class LayerJudge:
         self, call: LayerCall, grad_output: Tensor, gradients: Gradients | None = None
     ) -> None:
         """Args:
-        gradients: of ours, if they are there already.
+        gradients: our gradients, if they are computed already.
         """
         grad_output = grad_output.detach()
         reference = call.gradients(plain_class(call.layer), grad_output)
         try:
             if gradients is None:
                 gradients = call.gradients(own_class(call.layer), grad_output)
-        except Exception as error:  # whatever a broken layer raises
+        except Exception as error:  # a broken layer may raise anything
             self.add_broken(call.name, call.mode, "layer_grad_input", call.order, first_line(error))
             return
         values: dict[Kind, tuple[Tensor, Tensor]] = {}
@@ -112,7 +112,7 @@ class LayerJudge:
         )
         where = errors.swapped.describe(original.shape)
         if verdict.norm == "scale":
-            where = f"on average {1 + errors.swapped_slope.off:.5f} times what it has to be"
+            where = f"on average {1 + errors.swapped_slope.off:.5f} times the right value"
         detail = f"{call.described}; {where}" if where else call.described
         self._add(call, kind, verdict, detail)
 
@@ -136,14 +136,14 @@ class LayerJudge:
         self.found.append((order, Check(mode, kind, name, 0.0, math.inf, 0.0, False, detail)))
 
     def is_known(self, call: LayerCall, kind: Kind) -> bool:
-        """Whether the same of this layer has been found to be wrong."""
+        """Returns whether this kind of tensor of this layer was found to be wrong before."""
         return any(
             (check.mode, check.name, check.kind) == (call.mode, call.name, kind) and not check.passed
             for _, check in self.found
         )
 
     def output(self, call: LayerCall, value: Tensor, other: Tensor) -> bool:
-        """Whether it is right: near what another call gave, or near the truth."""
+        """Returns whether the value is right: near the result of another call, or near the truth."""
         if self.is_known(call, "layer_output"):
             return False
         wrong = mismatch(value, other) or (layout_mismatch(value, other) if call.same_strides else "")
@@ -152,7 +152,7 @@ class LayerJudge:
         return not self.is_known(call, "layer_output")
 
     def gradients(self, call: LayerCall, grad_output: Tensor, values: Gradients, others: Gradients) -> bool:
-        """The same of all gradients."""
+        """Returns whether all gradients are right in the same sense."""
         if any(self.is_known(call, kind) for kind in GRADIENTS):
             return False
         expected = [other for other in others if other is not None]
@@ -166,12 +166,12 @@ class LayerJudge:
         return not any(self.is_known(call, kind) for kind in GRADIENTS)
 
     def broken(self, call: LayerCall, kind: Kind, detail: str) -> None:
-        """Keeps a fault that is no matter of numbers."""
+        """Keeps a fault that is not about numbers."""
         self.add_broken(call.name, call.mode, kind, call.order, detail)
 
 
 def _near(value: Tensor, other: Tensor, unit: float) -> bool:
-    """Whether they are the same, or as near as two right results may be."""
+    """Returns whether two results are equal, or as near as two right results may be."""
     if same_bits(value, other):
         return True
     error = compare.difference(value, other, other).norms
@@ -180,7 +180,7 @@ def _near(value: Tensor, other: Tensor, unit: float) -> bool:
 
 
 def _scale(call: LayerCall, kind: Kind, original: Tensor, errors: Errors) -> Verdict | None:
-    """The verdict on the scale of the whole tensor, where the dtype allows one (see `slope`)."""
+    """Returns the verdict on the scale of the whole tensor, if the dtype allows one (see `slope`)."""
     if not is_judged(original.dtype):
         return None
     first, second = errors.original_slope.off, errors.swapped_slope.off
@@ -190,7 +190,7 @@ def _scale(call: LayerCall, kind: Kind, original: Tensor, errors: Errors) -> Ver
 
 
 def terms_of(call: LayerCall, kind: Kind) -> int:
-    """How many products, or gradients of the output, are added up for one element at the most."""
+    """Returns the largest number of products, or of gradients of the output, that are added for one element."""
     layer = call.layer
     taps = math.prod(layer.kernel_size)
     return {
@@ -201,7 +201,7 @@ def terms_of(call: LayerCall, kind: Kind) -> int:
 
 
 def _units(call: LayerCall, grad_output: Tensor, gradients: list[Tensor]) -> tuple[float, dict[Kind, float]]:
-    """The largest relative error of one rounding, and of each gradient with what its sum loses."""
+    """Returns the largest relative error of one rounding, and that of each gradient including the loss in its sum."""
     base = max(compare.roundoff(t.dtype, t.device) for t in (grad_output, *gradients))
     counts = {kind: terms_of(call, kind) for kind in GRADIENTS[:2]}
     counts["layer_grad_bias"] = grad_output.numel() // call.layer.out_channels
@@ -209,5 +209,5 @@ def _units(call: LayerCall, grad_output: Tensor, gradients: list[Tensor]) -> tup
 
 
 def first_line(error: Exception) -> str:
-    """Class and message of an error, in one line."""
+    """Returns class and message of an error, in one line."""
     return f"{type(error).__name__}: {error}".split("\n", 1)[0]

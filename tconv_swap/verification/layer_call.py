@@ -1,4 +1,4 @@
-"""One call of a swapped layer: as PyTorch computes it, as the swapped layer does, and in float64."""
+"""Computes one call of a swapped layer with PyTorch's layer, with the swapped layer, and in float64."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from tconv_swap.verification.slope import Slope
 
 GRADIENTS: tuple[Kind, ...] = ("layer_grad_input", "layer_grad_weight", "layer_grad_bias")
 
-#: Of the input, the weight and the bias.
+#: The gradients of input, weight and bias.
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _PIECE_ELEMENTS = 1 << 25
 
 
 def layer_roundoff(layer: nn.Module, output: Tensor) -> float:
-    """The largest error, relative to its terms, with which this layer computes an element of its output."""
+    """Returns the largest error, relative to its terms, with which this layer computes an element of its output."""
     assert isinstance(layer, nn.ConvTranspose2d | nn.ConvTranspose1d)
     terms = layer.in_channels // layer.groups * math.prod(layer.kernel_size)
     return accumulated(compare.roundoff(output.dtype, output.device), terms, output.dtype)
 
 
 def accumulated(unit: float, terms: int, dtype: torch.dtype) -> float:
-    """Adds what a sum of so many terms loses in the accumulator, at the worst one after the other."""
+    """Adds the error that a sum of this many terms makes in the accumulator, at worst one term after the other."""
     accumulator = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     return unit + 0.5 * math.sqrt(terms) * accumulator
 
 
 @dataclass
 class LayerCall:
-    """One call of a swapped layer. The weight is the one that was used: a parametrization may change it.
+    """One call of a swapped layer. `weight` is the one that was used: a parametrization may change it.
 
-    `same_strides`: whether `input` lies in memory as it lay for the layer. `extra`: whether the same was compared
-    before, in another way, so that only what is wrong is worth keeping.
+    `same_strides`: whether `input` has the strides that it had for the layer. `extra`: whether the same call was
+    compared before, in another way, so that only faults are kept.
     """
 
     name: str
@@ -62,24 +62,24 @@ class LayerCall:
     extra: bool = False
 
     def output(self, cls: type[Plain]) -> Tensor:
-        """What a layer of this class returns for this call."""
+        """Returns the result of a layer of this class for this call."""
         with torch.no_grad(), self.autocast():
             layer = isolated(self.layer, cls, self.weight, self.bias)
             return layer.forward(self.input, self.output_size)  # type: ignore[no-any-return]
 
     def differentiable_output(self) -> Tensor:
-        """What the swapped layer returns for this call where the gradients of all that it reads are wanted."""
-        # Inside of inference_mode there is nothing to differentiate.
+        """Returns the result of the swapped layer for this call if all gradients are needed."""
+        # In inference_mode nothing can be differentiated.
         with torch.inference_mode(False), torch.enable_grad():
             return Differentiated(self, own_class(self.layer)).output(differentiable=True).detach()
 
     def gradients(self, cls: type[Plain], grad_output: Tensor) -> Gradients:
-        """Of the input, the weight and the bias; None where there is none."""
+        """Returns the gradients of input, weight and bias; None for one that does not exist."""
         return Differentiated(self, cls).gradients(grad_output)
 
 
 class Differentiated:
-    """A layer of some class on tensors of its own, which keeps what it keeps from one call to the next."""
+    """A layer of some class with its own copies of the tensors; it lives as long as this object, over several calls."""
 
     def __init__(self, call: LayerCall, cls: type[Plain]) -> None:
         self._call = call
@@ -89,15 +89,15 @@ class Differentiated:
         self._layer = isolated(call.layer, cls, weight, bias)
 
     def output(self, *, differentiable: bool) -> Tensor:
-        """What the layer returns for the call."""
+        """Returns the layer's result for the call."""
         with torch.set_grad_enabled(differentiable), self._call.autocast():
             return self._layer.forward(self._input, self._call.output_size)  # type: ignore[no-any-return]
 
     def gradients(self, grad_output: Tensor, output: Tensor | None = None) -> Gradients:
-        """Of the input, the weight and the bias; None where there is none.
+        """Returns the gradients of input, weight and bias; None for one that does not exist.
 
         Args:
-            output: of `output`, if it is there already.
+            output: the result of `output`, if it is computed already.
         """
         y = self.output(differentiable=True) if output is None else output
         if not y.requires_grad:
@@ -111,21 +111,22 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def own_class(layer: Swapped) -> type[Swapped]:
-    """The layer's class, without what a parametrization put in front of it."""
+    """Returns the layer's class, without the class that a parametrization put in front of it."""
     cls = type(layer)
     return cls.__bases__[0] if parametrize.is_parametrized(layer) else cls
 
 
 def keeps_own_forward(layer: Swapped) -> bool:
-    """Whether it was swapped although its class computes something of its own around what ours does."""
+    """Returns whether it was swapped although its class has a `forward` that computes more than ours."""
     original = original_class(own_class(layer))
     return not issubclass(original, SWAPPED) and has_own_forward(original)
 
 
 def weights(layer: Plain) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as the last forward used them.
+    """Returns weight and bias as the last forward used them.
 
-    In eval mode: reading a parametrized weight computes it, and spectral_norm would step on in train mode.
+    It reads them in eval mode: reading a parametrized weight computes it, and in train mode spectral_norm would change
+    its state.
     """
     parametrizations = [m for m in layer.modules() if m is not layer and m.training]
     for module in parametrizations:
@@ -138,12 +139,12 @@ def weights(layer: Plain) -> tuple[Tensor, Tensor | None]:
 
 
 def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None) -> Any:
-    """The layer as `cls`, without hooks and parametrizations, over the given tensors; shares the rest.
+    """Returns the layer as `cls`, without hooks and parametrizations, with the given tensors; it shares the rest.
 
     Methods that were set on the layer itself are left out: a `forward` would be compared with itself.
     """
     if any(hasattr(getattr(cls, name, None), "__set__") for name in ("weight", "bias")):
-        # A property (a weight that is scaled at run time) would come before what is put into the instance.
+        # A property (a weight that is scaled at run time) would hide the entry in the instance's dictionary.
         cls = type(cls.__name__, (cls,), {"weight": None, "bias": None})
     bare = cls.__new__(cls)
     nn.Module.__init__(bare)
@@ -155,7 +156,7 @@ def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None
 
 @dataclass
 class Errors:
-    """Of PyTorch's result and of ours, against float64: element by element, and of the whole as a scale."""
+    """The errors of PyTorch's result and of ours against float64: per element, and as a scale of the whole."""
 
     original: ErrorSum = field(default_factory=ErrorSum)
     swapped: ErrorSum = field(default_factory=ErrorSum)
@@ -166,10 +167,10 @@ class Errors:
 class Truth:
     """One call in float64, a few samples at a time, and the errors of two results against it.
 
-    An error is measured in units of what the rounding of its terms may do: `hypot(truth, root of the sum of
-    the squared terms)`, which the same layer computes out of squared inputs, weights and gradients. Elements
-    whose terms are all far smaller than usual count as a twentieth of the usual: algorithms that transform
-    whole tiles (Winograd, FFT) spread rounding over the tile.
+    The unit of an error is what the rounding of its terms may do: `hypot(truth, root of the sum of the squared terms)`,
+    which the same layer computes from squared inputs, weights and gradients. Elements whose terms are all far smaller
+    than usual count as a twentieth of the usual: algorithms that transform whole tiles (Winograd, FFT) spread rounding
+    over the tile.
     """
 
     def __init__(self, call: LayerCall, grad_output: Tensor | None, dtype: torch.dtype, unit: float) -> None:
@@ -178,7 +179,7 @@ class Truth:
         self.input = self._batched(call.input)
         self.grad_output = None if grad_output is None else self._batched(grad_output)
         info = torch.finfo(dtype)
-        # The spacing of the smallest numbers that the dtype has.
+        # The spacing of the smallest numbers of the dtype.
         self.absolute = info.smallest_normal * info.eps / unit
 
     def _batched(self, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Every swapped layer by itself, on the inputs and output gradients that really reach it in the network.
+"""Compares every swapped layer by itself, on the inputs and output gradients that reach it in the network.
 
-A normalisation behind a layer hides a wrong scale from the network's output, and a deep network hides much
-else; a layer alone hides nothing. It is one linear map, so what rounding may do to each element is known.
+A normalisation behind a layer hides a wrong scale from the network's output, and a deep network hides many other
+faults; a layer alone hides nothing. It is one linear map, so the effect of rounding on each element is known.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from tconv_swap.verification.report import Check
 from tconv_swap.verification.runs import normal
 
 MAX_CALLS = 8
-MAX_CALLS_ALIKE = 2
-# `layer.forward(x)` runs no hook: such a call counts in the network's output, and is not seen.
-UNSEEN = "no call was seen (the inputs do not reach it, or its forward is called past the hooks or within a transform)"
+MAX_EQUAL_CALLS = 2
+# `layer.forward(x)` runs no hook: such a call shows in the network's output, but is not observed.
+UNSEEN = (
+    "no call was seen (the inputs do not reach it, or its forward is called without hooks or in a transform)"
+)
 
 
 def swapped_layers(module: nn.Module) -> dict[str, Swapped]:
-    """Every swapped layer by its (first) dotted name, in the order of registration."""
+    """Returns every swapped layer by its (first) dotted name, in the order of registration."""
     return {name: m for name, m in module.named_modules() if isinstance(m, SWAPPED)}
 
 
 @dataclass
 class LayerChecks:
-    """Checks the swapped layers of a network while it runs; within `watch`."""
+    """Checks the swapped layers of a network while it runs inside `watch`."""
 
     network: nn.Module
     backward: bool
@@ -49,12 +51,12 @@ class LayerChecks:
 
     @property
     def checks(self) -> list[Check]:
-        """In the order in which the layers were called."""
+        """Returns the checks in the order in which the layers were called."""
         return [check for _, check in sorted(self.judge.found, key=lambda entry: entry[0])]
 
     @contextmanager
     def watch(self, mode: str) -> Iterator[None]:
-        """Every call inside is compared: its output at once, its gradients when backward comes by, or at the end."""
+        """Compares every call inside: its output at once, its gradients during the backward pass or at the end."""
         self._pending.clear()
         with self._watch(lambda name: self._hook(name, mode)):
             yield
@@ -62,19 +64,19 @@ class LayerChecks:
             self._compare_own_gradient(name, call, output)
         self._pending.clear()
         for name in [name for name in self._in_turn if name not in self._called_in_turn]:
-            self._call_in_turn(name)
+            self._compare_in_turn_once(name)
 
-    def _call_in_turn(self, name: str) -> None:
+    def _compare_in_turn_once(self, name: str) -> None:
         self._called_in_turn.add(name)
         call, key = self._in_turn[name], f"{self.seed} {name}"
         self._guarded(call, lambda: call_in_turn(call, self.backward, key, self.judge))
 
     def watch_again(self, mode: str, way: str) -> AbstractContextManager[None]:
-        """Calls that were compared before, in a run that asks for less: only what a layer then gives otherwise is."""
+        """Compares again the calls of an earlier run, in a way that needs less: keeps only results that then differ."""
         return self._watch(lambda name: self._hook_again(name, mode, way))
 
     def watch_changed(self, mode: str, way: str) -> AbstractContextManager[None]:
-        """Calls on other weights than before: that a layer computes with those is compared, with PyTorch's layer."""
+        """Compares calls with other weights than before: the layer has to compute PyTorch's result for these."""
         return self._watch(lambda name: self._hook_changed(name, mode, way))
 
     @contextmanager
@@ -99,7 +101,8 @@ class LayerChecks:
             self._used.clear()
 
     def _recording(self, name: str, layer: Swapped) -> Callable[..., Operands]:
-        """A parametrized weight that is read again may be another: dropped connections, a power iteration."""
+        """Records the operands of a call: reading a parametrized weight again may give another (drop-connect, power
+        iteration)."""
         operands = layer.tconv_operands
 
         def record(*args: Any, **kwargs: Any) -> Operands:
@@ -111,7 +114,8 @@ class LayerChecks:
         return record
 
     def probe_unreached(self, mode: str = "probe") -> None:
-        """Layers of which no call was seen are compared on random numbers: nothing swapped goes unchecked."""
+        """Compares the layers of which no call was seen on random numbers, so that no swapped layer is left
+        unchecked."""
         self._counts, self._used = {}, {}
         for name, layer in swapped_layers(self.network).items():
             if name in self.judge.reached or keeps_own_forward(layer):
@@ -125,7 +129,7 @@ class LayerChecks:
                     with torch.no_grad():
                         reference = isolated(layer, plain_class(layer), *weights(layer))(x)
                 except RuntimeError:
-                    continue  # the padding eats an output this small
+                    continue  # the padding is larger than this small output
                 if reference.numel():
                     break
             else:
@@ -140,15 +144,15 @@ class LayerChecks:
                 continue
             self._hook(name, mode)(layer, (x,), {}, output)
             if name in self._in_turn and name not in self._called_in_turn:
-                self._call_in_turn(name)
+                self._compare_in_turn_once(name)
             if name not in self.judge.reached:
                 self.judge.notes.append(f"layer {shown} could not be compared")
 
     def _note_own_forward(self, name: str, layer: Swapped) -> None:
-        # What it computes around ours is not known to be linear: only the network as a whole can tell.
+        # Its own computation may not be linear, so only the network as a whole can be compared.
         self._note(
             f"layer {name or '(root)'} has a forward of its own ({type(layer).__name__}): "
-            "compared within the network alone"
+            "it is compared within the network only"
         )
 
     def _note(self, note: str) -> None:
@@ -162,7 +166,8 @@ class LayerChecks:
                 return
             self._guarded(call, lambda: self.judge.compare_output(call, output))
             if isinstance(output, Tensor) and output.numel():
-                # Not here: what it saves for backward would be taken for the network's own (checkpointing counts it).
+                # The comparison runs later: checkpointing would count the tensors that it saves for backward as the
+                # network's own.
                 self._in_turn.setdefault(name, replace(call, input=call.input.to("meta")))
             if not isinstance(output, Tensor) or not self.backward:
                 return
@@ -175,13 +180,14 @@ class LayerChecks:
         return hook
 
     def _compare_arriving(self, call: LayerCall, gradient: Tensor) -> None:
-        # Zeros say nothing: one of the layer's own follows at the end.
+        # Zeros show no error: gradients for a random one follow at the end.
         if bool(gradient.detach().any()):
             self._pending.pop(call.name, None)
             self._guarded(call, lambda: self.judge.compare_gradients(call, gradient))
 
     def _compare_own_gradient(self, name: str, call: LayerCall, output: Tensor) -> None:
-        """The gradients for a random one of the output, where none comes by (behind an argmax, without gradients)."""
+        """Compares the gradients for a random gradient of the output, if none arrives (behind an argmax, without
+        gradients)."""
         gradient = normal(output.shape, output.device, f"{self.seed} {name} {call.order}")
         self._guarded(call, lambda: self.judge.compare_gradients(call, gradient.to(output.dtype)))
 
@@ -231,7 +237,7 @@ class LayerChecks:
         kwargs: dict[str, Any],
         output: Any,
     ) -> LayerCall | None:
-        """What a hook is told of a call; None for one more of those that were compared, or of no numbers."""
+        """Returns the call that a hook observed; None if enough such calls were compared, or if it has no numbers."""
         assert isinstance(layer, SWAPPED)
         x = args[0] if args else kwargs["input"]
         size = args[1] if len(args) > 1 else kwargs.get("output_size")
@@ -240,15 +246,15 @@ class LayerChecks:
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             self._used.pop(name, None)
             self._note(
-                f"layer {name or '(root)'} is called inside of torch.vmap or its like: that call is compared within "
-                "the network alone"
+                f"layer {name or '(root)'} is called inside torch.vmap or a similar transform: that call is compared "
+                "within the network only"
             )
             return None
         counts = self._counts.setdefault(name, Counter())
         signature = (x.shape, x.stride(), x.dtype, None if size is None else tuple(size))
         counts[signature] += 1
         counts["calls"] += 1
-        if counts["calls"] > MAX_CALLS or counts[signature] > MAX_CALLS_ALIKE:
+        if counts["calls"] > MAX_CALLS or counts[signature] > MAX_EQUAL_CALLS:
             return None
         weight, bias = self._used.pop(name) if name in self._used else weights(layer)
         kind = x.device.type
@@ -270,7 +276,7 @@ class LayerChecks:
         )
 
     def _guarded(self, call: LayerCall, comparison: Callable[[], None]) -> None:
-        # PyTorch's own layer may run out of memory here, which is not the swapped layer's failure.
+        # PyTorch's own layer may run out of memory here, which is not the swapped layer's fault.
         try:
             comparison()
         except Exception as error:
@@ -281,6 +287,6 @@ class LayerChecks:
 
 
 def _kept(x: Tensor, output: Any, *, overwritable: bool) -> Tensor:
-    """The input as it is until backward; autograd keeps it from being overwritten if the layer saved it."""
+    """Returns the input as it is until backward; autograd prevents that it is overwritten if the layer saved it."""
     lasting = not isinstance(output, Tensor) or not output.requires_grad or not overwritable
     return x.detach() if lasting else x.detach().clone()

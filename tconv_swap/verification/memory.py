@@ -1,4 +1,4 @@
-"""Whether a float64 run of a network fits, told before a machine without swap kills the process."""
+"""Predicts whether a float64 run of a network fits into memory: a machine without swap would kill the process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tconv_swap.inputs import Inputs, named_tensors
 from tconv_swap.memory import free_bytes
 
 _FLOAT64_BYTES = 8
-# Outputs of modules are about half of what a forward keeps; functional calls, which nobody sees, the rest.
+# Outputs of modules are about half of what a forward pass keeps; functional calls, which no hook sees, are the rest.
 _SEEN = 0.5
 
 
 @contextmanager
 def leaf_outputs(module: nn.Module, elements: list[int]) -> Iterator[None]:
-    """Appends how many elements each module without children returns: what a run's activations come to."""
+    """Appends the number of elements that each module without children returns: they estimate a run's activations."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         elements.append(sum(tensor.numel() for _, tensor in named_tensors(output)))
@@ -33,11 +33,11 @@ def leaf_outputs(module: nn.Module, elements: list[int]) -> Iterator[None]:
 
 
 def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gradients: bool) -> str:
-    """Why a float64 copy of `module` will not run; empty if it should.
+    """Returns why a float64 copy of `module` will not run; empty if it should run.
 
     Args:
-        activations: elements that `leaf_outputs` counted.
-        gradients: whether activations are kept for backward, and gradients of the parameters made.
+        activations: the number of elements that `leaf_outputs` counted.
+        gradients: whether activations are kept for backward, and gradients of the parameters are computed.
     """
     tensors = [*module.parameters(), *module.buffers()]
     for each in module.modules():
@@ -45,7 +45,7 @@ def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gr
     devices = {t.device for t in tensors} | {t.device for _, t in inputs.named_tensors()}
     if unable := sorted({device.type for device in devices} - {"cpu", "cuda"}):
         return f"{unable[0]} is not known to compute in float64"
-    # The network, what it is put back to after a run, and its gradients.
+    # The copies are the network, its saved state, and its gradients.
     state = sum(tensor.numel() for tensor in tensors) * (3 if gradients else 2)
     needed = _FLOAT64_BYTES * (state + (activations / _SEEN if gradients else activations * 0.1))
     for device in devices:

@@ -1,4 +1,4 @@
-"""What a whole network gave against what the original gave: the structure first, then every tensor."""
+"""Compares the results of a whole network with those of the original: first the structure, then every tensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tconv_swap.verification.report import Check, Kind
 from tconv_swap.verification.runs import Outcome, Pass
 from tconv_swap.verification.tree import dense, equal, lack_of_numbers
 
-# How often what rounding in the swapped layers does to the original the swapped network may be off.
+# The swapped network may be off by this many times the change that rounding in the swapped layers causes.
 NOISE_FACTOR = 2.0
-# However inexact the original is, the swapped network is excused no further: no gradient at all is 1 off.
+# The original's own error excuses the swapped network up to this: a missing gradient has the error 1.
 EXCUSABLE_ERROR = 0.5
 
 _Values = dict[str, Any]
@@ -26,19 +26,20 @@ _Values = dict[str, Any]
 
 @dataclass
 class Standard:
-    """What a network is judged by in one mode.
+    """The values that a network is judged by in one mode.
 
     Attributes:
         mode: `eval` or `train`.
         how: how every network is run.
-        original: what the original gave.
+        original: the results of the original.
         truth: what errors are measured against: the float64 run of the original, or `original` again.
-        dtype, devices: of the network.
+        dtype, devices: those of the network.
         tolerance: the user's, if any.
-        noise: how far rounding in its transposed convolutions moves the original, on the truth's scale.
-        shaken_runs: how many runs with added rounding `noise` comes from.
-        in_place: paths of the outputs that two runs of the original return in the same memory, as it may.
-        require_layouts: an output that lies otherwise than the original's is wrong.
+        noise: how far rounding in its transposed convolutions moves the original, on the scale of the truth.
+        noisy_runs: the number of runs with added rounding from which `noise` comes.
+        in_place: paths of the outputs that two runs of the original return in the same memory; the swapped network may
+            too.
+        require_layouts: whether an output with another memory layout than the original's is wrong.
     """
 
     mode: str
@@ -49,17 +50,17 @@ class Standard:
     devices: list[torch.device]
     tolerance: Tolerance | None
     noise: dict[tuple[Kind, str], Norms] = field(default_factory=dict)
-    shaken_runs: int = 0
+    noisy_runs: int = 0
     in_place: set[str] = field(default_factory=set)
     require_layouts: bool = True
 
     def widen(self, outcome: Outcome) -> None:
-        """Another run of the original: what it differs by is noise."""
+        """Adds the differences of another run of the original to the noise."""
         for key, norms in self.distances(outcome, self.original).items():
             self.noise[key] = norms.larger(self.noise.get(key, Norms()))
 
     def distances(self, outcome: Outcome, other: Outcome) -> dict[tuple[Kind, str], Norms]:
-        """How far two outcomes are apart, tensor by tensor, on the scale of the truth."""
+        """Returns how far two outcomes are apart, tensor by tensor, on the scale of the truth."""
         found: dict[tuple[Kind, str], Norms] = {}
         for kind, values, others, exacts in _by_kind(outcome, other, self.truth):
             for name, theirs in others.items():
@@ -70,7 +71,7 @@ class Standard:
         return found
 
     def structure(self, outcome: Outcome) -> list[str]:
-        """What is wrong with the outputs before any number is looked at."""
+        """Returns what is wrong with the outputs apart from their numbers."""
         before, after = self.original.output, outcome.output
         failures = []
         paths = [*before.containers, *(path for path in after.containers if path in before.leaves)]
@@ -78,48 +79,48 @@ class Standard:
             now, expected = (
                 tree.containers.get(path) or type(tree.leaves.get(path)).__name__ for tree in (after, before)
             )
-            failures.append(f"{_called(path)} is {now}, expected {expected}")
+            failures.append(f"{_output_name(path)} is {now}, expected {expected}")
         for path, value in before.leaves.items():
             if path not in after.leaves:
-                failures.append(f"{_called(path)} is missing")
+                failures.append(f"{_output_name(path)} is missing")
                 continue
             now = after.leaves[path]
             if isinstance(value, Tensor):
                 if not isinstance(now, Tensor):
-                    failures.append(f"{_called(path)} is {type(now).__name__}, expected a tensor")
+                    failures.append(f"{_output_name(path)} is {type(now).__name__}, expected a tensor")
                 elif path in self.original.differentiable - outcome.differentiable:
-                    failures.append(f"{_called(path)} no longer requires grad")
+                    failures.append(f"{_output_name(path)} no longer requires grad")
                 elif (
                     self.require_layouts
                     and not mismatch(now, value)
                     and (wrong := layout_mismatch(now, value))
                 ):
-                    failures.append(f"{_called(path)} {wrong}")
+                    failures.append(f"{_output_name(path)} {wrong}")
             elif equal(value, now) is False:
-                failures.append(f"{_called(path)} is {now!r:.80}, expected {value!r:.80}")
+                failures.append(f"{_output_name(path)} is {now!r:.80}, expected {value!r:.80}")
         extra = [path for path in after.leaves if path not in before.leaves]
-        failures += [f"{_called(path)} is one that the original does not have" for path in extra]
+        failures += [f"{_output_name(path)} is one that the original does not have" for path in extra]
         if lack := lack_of_numbers(before):
             failures.append(f"nothing compared: the original {lack}")
         return [f"{self.mode}: {failure}" for failure in failures]
 
     def not_compared(self, outcome: Outcome) -> list[str]:
-        """What of the outputs nothing can be said about, and of which class it is."""
+        """Returns the parts of the outputs that cannot be compared, and their classes."""
         before, after = self.original.output.leaves, outcome.output.leaves
         return [
-            f"{_called(path)} ({type(value).__qualname__})"
+            f"{_output_name(path)} ({type(value).__qualname__})"
             for path, value in before.items()
             if not isinstance(value, Tensor) and path in after and equal(value, after[path]) is None
         ]
 
     def checks(self, outcome: Outcome) -> list[Check]:
-        """Every tensor of the outcome against the truth, beside the original's."""
+        """Compares every tensor of the outcome with the truth, beside the original's."""
         checks = []
         for kind, values, originals, exacts in _by_kind(outcome, self.original, self.truth):
             for name in dict.fromkeys([*originals, *values]):
                 original, value = originals.get(name), values.get(name)
                 if kind == "output" and (original is None or value is None):
-                    continue  # a matter of structure
+                    continue  # `structure` reports it
                 if original is not None or value is not None:
                     checks.append(self._check(kind, name, value, original, exacts.get(name)))
         return checks
@@ -150,7 +151,7 @@ class Standard:
         if real:
             floor = compare.allowed_without_error(unit, elements)
         else:
-            # Whole numbers that rounding decides (an argmax): as many near-ties as roundings are wide.
+            # Integers that rounding decides (an argmax): as many near-ties as roundings are wide.
             share = math.floor(8 * unit * elements) / elements
             floor = Norms(share, share)
         dtype = original.dtype if real else self.dtype
@@ -159,7 +160,8 @@ class Standard:
         return excused.larger(noise.times(NOISE_FACTOR)).larger(floor)
 
     def _one_sided(self, kind: Kind, name: str, value: Tensor | None, original: Tensor | None) -> Check:
-        """A gradient that only one has (zeros say the same as none), or a buffer that only one changed."""
+        """Returns the check of a gradient that only one has (zeros count as none), or of a buffer that only one
+        changed."""
         there = value if original is None else original
         assert there is not None
         if kind == "buffer":
@@ -171,7 +173,8 @@ class Standard:
         return Check(self.mode, kind, name, 0.0, 0.0, 0.0, True, f"{detail}; all zeros")
 
     def roundoff(self, tensor: Tensor) -> float:
-        """Of the coarser of the tensor's dtype and the network's: a float32 sum of bfloat16 is no finer."""
+        """Returns the roundoff of the coarser of the tensor's dtype and the network's: a float32 sum of bfloat16 is no
+        finer."""
         dtypes = {self.dtype, tensor.dtype if tensor.is_floating_point() else self.dtype}
         devices = {tensor.device, *self.devices}
         for device in devices:
@@ -181,7 +184,7 @@ class Standard:
 
 
 def _by_kind(*outcomes: Outcome) -> list[tuple[Kind, _Values, _Values, _Values]]:
-    """The tensors of three outcomes by kind and name."""
+    """Returns the tensors of three outcomes by kind and name."""
     kinds: list[tuple[Kind, list[_Values]]] = [
         ("output", [dict(o.output.tensors) for o in outcomes]),
         ("grad_input", [_dense(o.grad_inputs) for o in outcomes]),
@@ -195,5 +198,5 @@ def _dense(values: Mapping[str, Tensor | None]) -> _Values:
     return {name: None if value is None else dense(value) for name, value in values.items()}
 
 
-def _called(path: str) -> str:
+def _output_name(path: str) -> str:
     return f"output {path or '(whole)'}"

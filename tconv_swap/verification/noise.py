@@ -1,4 +1,4 @@
-"""What rounding in some layers may do to a network: it is added to what they return, and to the gradients into them."""
+"""Adds the rounding that some layers may do to their outputs and to the gradients that reach them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Generators = dict[torch.device, torch.Generator]
 class _Jitter(torch.autograd.Function):
     @staticmethod
     def forward(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        return _shaken(value, amplitude, draw)
+        return _with_rounding(value, amplitude, draw)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -23,27 +23,27 @@ class _Jitter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _shaken(gradients[0], ctx.amplitude, ctx.draw), None, None
+        return _with_rounding(gradients[0], ctx.amplitude, ctx.draw), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, value: Tensor, amplitude: float, draw: Any) -> tuple[Tensor, Any]:
-        """Every sample with noise of its own."""
+        """Adds separate noise to every sample."""
         return _Jitter.apply(value, amplitude, draw), in_dims[0]  # type: ignore[no-untyped-call]
 
 
-def _shaken(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
+def _with_rounding(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
     wide = value.double() if value.dtype == torch.float64 else value.float()
     scale = torch.hypot(wide, wide.square().mean().sqrt())
     return torch.addcmul(wide, scale, draw(wide), value=amplitude).to(value.dtype)
 
 
 @contextmanager
-def shaken(
+def with_rounding(
     module: nn.Module, layers: list[str], amplitude: Callable[[nn.Module, Tensor], float], seed: int
 ) -> Iterator[None]:
-    """The named layers' outputs, and the gradients into them, are off by as much as rounding may make them.
+    """Changes the outputs of the named layers, and the gradients that reach them, by as much as rounding may.
 
-    What comes out then shows how far the network itself amplifies rounding in these layers.
+    The network's results then show how much the network itself amplifies rounding in these layers.
     """
     modules = dict(module.named_modules())
     generators: _Generators = {}

@@ -1,6 +1,6 @@
-"""A layer called again and again by itself: every call gives what the first gave, in memory of its own.
+"""Calls a layer many times by itself: every call has to give the result of the first, in memory of its own.
 
-And its gradients are the same however the gradient of its output lies in memory: with gaps, turned, expanded.
+Its gradients have to be the same for every memory layout of the output's gradient: with gaps, transposed, expanded.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from tconv_swap.verification.layer_call import GRADIENTS, Differentiated, Gradie
 from tconv_swap.verification.report import Kind
 from tconv_swap.verification.runs import normal
 
-#: How often a layer is called in turn: a fault that comes round more rarely is not looked for.
+#: The number of calls of a layer in turn; a fault that occurs more rarely is not found.
 CALLS_IN_TURN = 32
-#: Multiplications of one call, at most. Elsewhere than on a CPU another size would need other kernels, to be compiled.
+#: The largest number of multiplications of one call. On a GPU, a smaller size would need other kernels to be compiled.
 _MULTIPLICATIONS = {"cpu": 1 << 22}
 _MULTIPLICATIONS_ELSEWHERE = 1 << 38
 
 
 class Judge(Protocol):
-    """Compares what a call gave with what another gave, or with the truth if the two are far apart."""
+    """Compares the result of a call with that of another, or with the truth if the two are far apart."""
 
     def output(self, call: LayerCall, value: Tensor, other: Tensor) -> bool:
-        """Whether it is right; a fault is kept."""
+        """Returns whether it is right; keeps a fault."""
 
     def gradients(self, call: LayerCall, grad_output: Tensor, values: Gradients, others: Gradients) -> bool:
-        """Whether all of them are right; faults are kept."""
+        """Returns whether all of them are right; keeps faults."""
 
     def broken(self, call: LayerCall, kind: Kind, detail: str) -> None:
-        """Keeps a fault that is no matter of numbers."""
+        """Keeps a fault that is not about numbers."""
 
 
 def call_in_turn(call: LayerCall, backward: bool, key: str, judge: Judge) -> None:
-    """Calls the layer `CALLS_IN_TURN` times on random numbers of the call's shape, or of a smaller one where that
-    is much to compute.
+    """Calls the layer `CALLS_IN_TURN` times on random numbers with the call's shape, or with a smaller one if that
+    takes long to compute.
 
     Args:
-        call: of whose input shape, dtype and strides count alone; it may be on the meta device.
-        backward: whether gradients are looked at too.
-        key: seeds the numbers.
+        call: only its input's shape, dtype and strides are used; it may be on the meta device.
+        backward: whether gradients are compared too.
+        key: the seed of the numbers.
     """
     small = _smaller(call, key)
     if small is None:
@@ -58,7 +58,7 @@ def call_in_turn(call: LayerCall, backward: bool, key: str, judge: Judge) -> Non
     wanted = theirs.gradients(gradient, expected) if backward else None
     try:
         _compare_in_turn(small, gradient, expected.detach(), wanted, judge)
-    except Exception as error:  # whatever a broken layer raises
+    except Exception as error:  # a broken layer may raise anything
         if is_out_of_memory(error):
             raise
         judge.broken(small, "layer_output", f"{type(error).__name__}: {error}".split("\n", 1)[0])
@@ -98,7 +98,7 @@ def _same_again(
     for differentiable in (False, True) if backward else (False,):
         output = ours.output(differentiable=differentiable)
         if share_memory(output, first):
-            judge.broken(call, "layer_output", f"lies where an earlier output lies ({call.described})")
+            judge.broken(call, "layer_output", f"shares memory with an earlier output ({call.described})")
             return False
         described = call if differentiable else _without_gradients(call)
         if not judge.output(described, output.detach(), first):
@@ -108,7 +108,7 @@ def _same_again(
     gradients = ours.gradients(gradient, output)
     for kind, now, before in zip(GRADIENTS, gradients, first_gradients, strict=True):
         if now is not None and before is not None and share_memory(now, before):
-            judge.broken(call, kind, f"lies where an earlier gradient lies ({call.described})")
+            judge.broken(call, kind, f"shares memory with an earlier gradient ({call.described})")
             return False
     return judge.gradients(call, gradient, gradients, first_gradients)
 
@@ -128,7 +128,7 @@ def _in_other_layouts(
 
 
 def _layouts(gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same numbers, in memory otherwise."""
+    """Yields the same numbers in other memory layouts."""
     gaps = torch.full((*gradient.shape, 2), math.nan, dtype=gradient.dtype, device=gradient.device)
     gaps[..., 0] = gradient
     yield "with gaps", gaps[..., 0]
@@ -149,7 +149,8 @@ def _described(call: LayerCall, number: int) -> LayerCall:
 
 
 def _smaller(call: LayerCall, key: str) -> LayerCall | None:
-    """The same on random numbers, of as many samples and pixels as are computed quickly; None if there is no output."""
+    """Returns the call on random numbers, with as many samples and pixels as are computed quickly; None if it has no
+    output."""
     for shape in _shapes(call):
         like = call.input
         numbers = normal(torch.Size(shape), call.weight.device, f"{key} input").to(like.dtype)
@@ -161,12 +162,12 @@ def _smaller(call: LayerCall, key: str) -> LayerCall | None:
             if smaller.output(plain_class(call.layer)).numel():
                 return smaller
         except RuntimeError:
-            continue  # the padding eats an output this small
+            continue  # the padding is larger than this small output
     return None
 
 
 def _shapes(call: LayerCall) -> list[list[int]]:
-    """The largest that is cheap, and then larger ones."""
+    """Returns the largest shape that is computed quickly, and then larger ones."""
     layer, shape = call.layer, list(call.input.shape)
     kernel = len(layer.kernel_size)
     a_pixel = layer.in_channels * (layer.out_channels // layer.groups) * math.prod(layer.kernel_size)

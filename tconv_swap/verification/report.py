@@ -1,4 +1,4 @@
-"""What `verify` found: one `Check` for every tensor that was compared, and the verdict over all of them."""
+"""Defines the result of `verify`: one `Check` for every tensor that was compared, and the verdict over all of them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Check:
     """One tensor of the swapped network against the reference, beside the original's.
 
     Attributes:
-        mode: `eval` or `train`; `probe` for a layer of which no call was seen, run on random numbers. Followed by
-            `under float16 autocast` and its like where that was asked for.
-        kind: what was compared; kinds beginning with `layer_` are of one layer by itself.
+        mode: `eval` or `train`; `probe` for a layer of which no call was seen, run on random numbers. Followed by, for
+            example, `under float16 autocast` if that was requested.
+        kind: what was compared; kinds that begin with `layer_` belong to one layer alone.
         name: the path of an output or input; the dotted name of a parameter, buffer or layer (`""`: root).
-        error_original, error_swapped: relative errors; infinite where there is nothing to measure.
+        error_original, error_swapped: relative errors; infinite if nothing can be measured.
         limit: the largest `error_swapped` that passes.
         passed: `error_swapped <= limit`.
-        detail: where it is worst, and what else a reader should know; may be empty.
-        norm: what the errors are: `max` (largest error, relative to the tensor's scale), `L2`, `scale` (how far the
-            whole tensor is off a factor of 1), or `allclose` (largest error in units of the user's tolerance).
-        way: in which other way the network was run then, such as `without gradients`; empty for the usual one.
+        detail: where the error is largest, and other details; may be empty.
+        norm: how the errors are measured: `max` (the largest error, relative to the tensor's scale), `L2`, `scale` (how
+            far the tensor as a whole is from a factor of 1), or `allclose` (in units of the user's tolerance).
+        way: the other way in which the network was run for this, such as `without gradients`; empty for the usual one.
     """
 
     mode: str
@@ -51,7 +51,7 @@ class Check:
 
     @classmethod
     def of(cls, mode: str, kind: Kind, name: str, verdict: Verdict, detail: str) -> Check:
-        """The check that a verdict makes."""
+        """Returns the check for a verdict."""
         return cls(
             mode,
             kind,
@@ -65,26 +65,26 @@ class Check:
         )
 
     def in_way(self, way: str) -> Check:
-        """The same, of a run that `detail` then names."""
+        """Returns the same check for a run that `detail` then names."""
         return replace(self, way=way, detail="; ".join(part for part in (way, self.detail) if part))
 
     @property
     def margin(self) -> float:
-        """How many times larger the error could be: `limit / error_swapped`; below 1 it fails."""
+        """Returns how many times larger the error could be: `limit / error_swapped`; below 1 it fails."""
         if self.error_swapped == 0:
             return math.inf
         return self.limit / self.error_swapped if math.isfinite(self.error_swapped) else 0.0
 
     @property
     def label(self) -> str:
-        """`layer grad_weight of up.0`, `output 0.boxes`."""
+        """Returns for example `layer grad_weight of up.0`, `output 0.boxes`."""
         what = self.kind.replace("layer_", "layer ")
         if self.kind.startswith("layer_"):
             return f"{what} of {self.name or '(root)'}"
         return f"{what} {self.name}".rstrip()
 
     def failure(self) -> str:
-        """The check as one line that says what is wrong."""
+        """Returns the failed check as one line."""
         if not math.isfinite(self.error_swapped):
             return f"{self.mode}: {self.label}: {self.detail}"
         return (
@@ -93,22 +93,22 @@ class Check:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that JSON does not know are strings."""
+        """Returns plain values for JSON: numbers that JSON does not have become strings."""
         return {key: _jsonable(value) for key, value in vars(self).items()}
 
 
 @dataclass
 class VerifyReport:
-    """Whether a swapped network computes what the original does, and every comparison behind that.
+    """Says whether a swapped network computes what the original computes, with all comparisons.
 
     Attributes:
-        checks: one for every tensor compared, in the order of the modes.
-        failures: one readable line for everything that is wrong; empty when verified.
-        notes: one line for everything worth knowing but not wrong (a mode the original cannot run).
-        reference: `float64` or `original`, followed by the reason where it is not float64.
+        checks: one for every tensor that was compared, in the order of the modes.
+        failures: one readable line for everything that is wrong; empty if it is verified.
+        notes: lines that the user should know though nothing is wrong (a mode that the original cannot run).
+        reference: `float64` or `original`, with the reason if it is not float64.
         first_divergence: the first layer in the order of execution that diverges, and by how much.
-        tried: in which ways the networks were run and compared, in plain words.
-        not_tried: in which they were not, though a network may be run so.
+        tried: the ways in which the networks were run and compared, in plain words.
+        not_tried: the ways in which they were not, though a network may be run so.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -120,7 +120,7 @@ class VerifyReport:
     not_tried: list[str] = field(default_factory=list)
 
     def add(self, other: VerifyReport) -> None:
-        """Takes in what another verification of the same networks, under autocast, found."""
+        """Adds the result of another verification of the same networks, under autocast."""
         if not self.checks:
             self.reference = other.reference
         elif other.checks and other.reference != self.reference:
@@ -134,16 +134,16 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """True if there is no failure and something was compared."""
+        """Returns True if there is no failure and something was compared."""
         return not self.failures and bool(self.checks)
 
     @property
     def margin(self) -> float:
-        """The smallest `limit / error_swapped` of all checks; infinite if all are exact."""
+        """Returns the smallest `limit / error_swapped` of all checks; infinite if all are exact."""
         return min((check.margin for check in self.checks), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that JSON does not know are strings (`"inf"`, `"nan"`)."""
+        """Returns plain values for JSON: numbers that JSON does not have become strings (`"inf"`, `"nan"`)."""
         return {
             "passed": self.passed,
             "reference": self.reference,

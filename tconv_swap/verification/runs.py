@@ -1,4 +1,4 @@
-"""Running one network once, from a known state: what came out, and everything back as it was afterwards."""
+"""Runs one network once from a known state: returns its results, and restores everything."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tconv_swap.verification.tree import Tree, dense, flatten
 
 @dataclass(frozen=True)
 class Pass:
-    """How a network is run: with which gradients, how they are taken, and on which weights.
+    """How a network is run: with which gradients, how they are computed, and with which weights.
 
     `accumulate` calls `backward()` instead of `torch.autograd.grad`, which re-entrant checkpointing refuses.
-    `inference` runs under `torch.inference_mode()`. `changed` runs on other weights (see `changed.py`), which were
-    written over the old ones in place and are put back afterwards.
+    `inference` runs under `torch.inference_mode()`. `changed` runs with other weights (see `changed.py`), which
+    overwrite the old ones in place and are restored afterwards.
     """
 
     gradients: bool = True
@@ -37,21 +37,21 @@ class Pass:
     changed: bool = False
 
 
-# Tried in this order on the original; the first that it can do is what every network is run with.
+# These are tried on the original in this order; every network is then run with the first that works.
 PASSES = (Pass(), Pass(accumulate=True), Pass(of_inputs=False), Pass(gradients=False, of_inputs=False))
 
 
-#: Without any gradients.
+#: A run without any gradients.
 NOTHING = PASSES[-1]
-#: What a reader calls the way that other weights are run in.
+#: The reader's name for the way in which other weights are used.
 CHANGED = "with changed weights"
 
 
 def other_ways(how: Pass) -> dict[str, Pass]:
-    """Other ways than `how`, by what a reader calls them: as a first layer is trained, as a network is served, and as
-    one that has learned something since it ran first.
+    """Returns other ways than `how`, by their names for the reader: as a first layer is trained, as a network is
+    served, and with weights that have changed since the first run.
 
-    A layer asks whether gradients are wanted, and of what, and each answer is a way of its own.
+    A layer distinguishes whether gradients are needed, and of what, so each of these is a separate way.
     """
     ways = {}
     if how.gradients and how.of_inputs:
@@ -65,7 +65,8 @@ def other_ways(how: Pass) -> dict[str, Pass]:
 
 @dataclass
 class Outcome:
-    """What one run gave: outputs, gradients by name (None: no gradient reached it), buffers it changed."""
+    """The results of one run: outputs, gradients by name (None: no gradient reached it), and the buffers that it
+    changed."""
 
     output: Tree
     grad_inputs: dict[str, Tensor | None] = field(default_factory=dict)
@@ -75,19 +76,19 @@ class Outcome:
     random_state: tuple[bytes, ...] = ()
 
     def identical(self, other: Outcome) -> bool:
-        """Whether all tensors of the two are the same numbers; NaN is the same as NaN."""
+        """Returns whether all tensors of the two are equal; NaN equals NaN."""
         for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
             if mine.keys() != theirs.keys() or not all(_equal(mine[n], theirs[n]) for n in mine):
                 return False
         return True
 
     def in_same_memory(self, other: Outcome) -> set[str]:
-        """Paths of the outputs that lie, in part at least, where those of another run lie."""
+        """Returns the paths of the outputs that share memory with those of another run."""
         mine, theirs = self.output.tensors, other.output.tensors
         return {path for path in mine.keys() & theirs.keys() if share_memory(mine[path], theirs[path])}
 
     def has_numbers(self) -> bool:
-        """Whether any output holds a finite element."""
+        """Returns whether any output has a finite element."""
         return any(bool(value.isfinite().any()) for value in self.output.tensors.values())
 
     def _tensors(self) -> list[dict[str, Any]]:
@@ -95,10 +96,10 @@ class Outcome:
 
 
 class Subject:
-    """A network whose state can be put back to what it was when this was made.
+    """A network whose state can be restored to what it was when this object was made.
 
-    Covers every parameter and buffer (object and value), every training flag, every `.grad`, which layers are
-    frozen, and which tensors computed from parameters the modules hold.
+    Covers every parameter and buffer (object and value), every training flag, every `.grad`, the frozen layers, and the
+    tensors computed from parameters that the modules hold.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class Subject:
     ) -> None:
         """
         Args:
-            beside: another made just now: what the two networks share is kept once.
-            changing: dotted names of the layers whose weights a run on changed weights changes.
+            beside: another Subject made just before; what the two networks share is kept once.
+            changing: dotted names of the layers whose weights are changed by a run with changed weights.
         """
         self.module = module
         self._changing = changing
@@ -119,25 +120,25 @@ class Subject:
         self._frozen = FrozenState(self._modules)
 
     def rewind(self) -> None:
-        """Parameters, buffers and computed tensors as they were, and no gradients: where every run begins."""
+        """Restores parameters, buffers and computed tensors, and removes gradients: every run begins so."""
         self._computed.put_back()
         self._state.put_back()
         for parameter, _ in self._gradients:
             parameter.grad = None
 
     def set_mode(self, mode: str) -> None:
-        """`eval` or `train`, which layers are never frozen in; what stands behind the word is for the reader."""
+        """Sets `eval` or `train`, in which layers are never frozen; words behind it are for the reader."""
         train = mode.startswith("train")
         self.module.train(train)
         if not train:
             self._frozen.put_back()
 
     def change_weights(self) -> None:
-        """Other numbers in the parameters of the layers named at first, in place, until `rewind`."""
+        """Writes other numbers into the parameters of the layers named at first, in place, until `rewind`."""
         change_weights(self.module, self._changing)
 
     def restore(self) -> None:
-        """Everything as it was."""
+        """Restores everything."""
         self.rewind()
         for module, flag in zip(self._modules, self._flags, strict=True):
             module.training = flag
@@ -146,7 +147,7 @@ class Subject:
         self._frozen.put_back()
 
     def changed_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that differ from what they were."""
+        """Returns copies of the buffers that have changed."""
         found = {}
         for name, buffer in self.module.named_buffers():
             before = self._state.value_of(buffer)
@@ -160,7 +161,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Of one shape and dtype; NaN is the same as NaN."""
+    """Returns whether two tensors of one shape and dtype are equal; NaN equals NaN."""
     if a.is_nested and b.is_nested:
         ours, theirs = a.unbind(), b.unbind()
         return len(ours) == len(theirs) and all(map(same_numbers, ours, theirs))
@@ -171,7 +172,7 @@ def same_numbers(a: Tensor, b: Tensor) -> bool:
 
 
 def devices_of(*sources: nn.Module | Inputs) -> list[torch.device]:
-    """The devices that parameters, buffers and inputs lie on, in a fixed order."""
+    """Returns the devices of parameters, buffers and inputs, in a fixed order."""
     tensors = [
         tensor
         for source in sources
@@ -185,13 +186,13 @@ def devices_of(*sources: nn.Module | Inputs) -> list[torch.device]:
 
 
 def _numpy() -> Any:
-    """numpy, if anybody has imported it: who draws numbers from it has."""
+    """Returns numpy if it is imported; only then a network may draw numbers from it."""
     return sys.modules.get("numpy")
 
 
 @contextmanager
 def untouched(subjects: list[Subject], devices: list[torch.device]) -> Iterator[None]:
-    """Afterwards, also after an exception, the networks and all random states are as before."""
+    """Restores the networks and all random states afterwards, also after an exception."""
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if (numpy := _numpy()) else None
     cuda = [device.index for device in devices if device.type == "cuda"]
@@ -207,7 +208,7 @@ def untouched(subjects: list[Subject], devices: list[torch.device]) -> Iterator[
 
 
 class Runner:
-    """Runs networks on the same inputs, random numbers and output gradients, over and over."""
+    """Runs networks repeatedly on the same inputs, random numbers and output gradients."""
 
     def __init__(self, inputs: Inputs, devices: list[torch.device], seed: int) -> None:
         self.inputs = inputs
@@ -228,7 +229,7 @@ class Runner:
         subject.set_mode(mode)
         if how.changed:
             subject.change_weights()
-        # A cast weight cached by a run without gradients would cut the graph of the next.
+        # A weight that a run without gradients has cast and cached would cut the graph of the next run.
         torch.clear_autocast_cache()
         self._seed()
         leaves: dict[str, Tensor] = {}
@@ -265,7 +266,7 @@ class Runner:
                 copy = copy.double()
             if how.of_inputs and (copy.is_floating_point() or copy.is_complex()):
                 leaves[name] = copy.requires_grad_()
-                # A network may write to its input, which a leaf that requires grad forbids.
+                # A network may write to its input, which autograd forbids for a leaf that requires grad.
                 return copy.clone()
             return copy
 
@@ -295,7 +296,8 @@ class Runner:
         outcome.grad_parameters = dict(zip(parameters, gradients[len(leaves) :], strict=True))
 
     def _cotangent(self, path: str, output: Tensor) -> Tensor:
-        """Standard normal numbers, 1 for a scalar; rounded to bfloat16, so the same in every dtype."""
+        """Returns standard normal numbers, 1 for a scalar; they are rounded to bfloat16, so they are the same in every
+        dtype."""
         if output.numel() == 1:
             return torch.ones_like(output)
         return normal(output.shape, output.device, f"{self.seed} {path}").to(output.dtype)
@@ -308,7 +310,8 @@ def _gradients(how: Pass) -> AbstractContextManager[None]:
 
 
 def normal(shape: torch.Size, device: torch.device, key: str) -> Tensor:
-    """Standard normal float32 numbers that bfloat16 can hold, seeded by `key` and no global state."""
+    """Returns standard normal float32 numbers that bfloat16 can hold; the seed is `key`, and no global state is
+    used."""
     place = device if device.type in ("cpu", "cuda") else torch.device("cpu")
     generator = torch.Generator(place).manual_seed(random.Random(key).getrandbits(62))
     numbers = torch.randn(shape, generator=generator, device=place, dtype=torch.float32)

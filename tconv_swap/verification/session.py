@@ -1,4 +1,4 @@
-"""One verification, from the first run of the original to what is wrong with the swapped network."""
+"""Carries out one verification, from the first run of the original to the faults of the swapped network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tconv_swap.verification.layer_call import layer_roundoff
 from tconv_swap.verification.layers import LayerChecks, swapped_layers
 from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
 from tconv_swap.verification.network import Standard
-from tconv_swap.verification.noise import shaken
+from tconv_swap.verification.noise import with_rounding
 from tconv_swap.verification.report import Check, VerifyReport
 from tconv_swap.verification.runs import (
     CHANGED,
@@ -40,22 +40,22 @@ from tconv_swap.verification.wide import in_float64
 
 _log = logging.getLogger("tconv_swap")
 
-# Runs of the original with rounding added, at most: they are made only while something is in doubt.
-MAX_SHAKEN_RUNS = 16
-TRACED_SHAKEN_RUNS = 2
-# How many parts of an output a note names one by one.
+# The largest number of runs of the original with added rounding: they are made only while a result is in doubt.
+MAX_NOISY_RUNS = 16
+TRACED_NOISY_RUNS = 2
+# The number of parts of an output that a note names.
 MAX_NAMED = 5
-# How much is added, in units of what rounding may do; a right kernel is off by less than one on average.
-SHAKEN_BY = 2.0
-# A float64 run further from the original than this computes something else (other boxes kept, other noise).
-FLOAT64_TOO_FAR = 0.25
+# The size of the added rounding, in units of what rounding may do; a right kernel is off by less than one on average.
+ADDED_ROUNDING = 2.0
+# A float64 run that is further from the original computes something else (other boxes kept, other noise).
+MAX_FLOAT64_DISTANCE = 0.25
 
 
 class Session:
-    """One verification under one state of autocast; `run` writes what it finds into the report.
+    """One verification under one autocast state; `run` writes the results into the report.
 
     Attributes:
-        ways: in which ways beside the usual one the networks were run, in a reader's words.
+        ways: the ways, beside the usual one, in which the networks were run, in the reader's words.
         gradients: whether gradients were compared in any mode.
     """
 
@@ -73,8 +73,8 @@ class Session:
     ) -> None:
         """
         Args:
-            under: what the report adds to the name of a mode.
-            require_layouts: an output that lies otherwise than the original's is wrong.
+            under: what the report appends to the name of a mode.
+            require_layouts: whether an output with another memory layout than the original's is wrong.
         """
         self.report = report
         self.original = original
@@ -89,34 +89,34 @@ class Session:
         self.under = under
         self.require_layouts = require_layouts
         self.float64: Subject | None = None
-        self.no_float64 = "as asked" if reference == "original" else ""
+        self.no_float64 = "as requested" if reference == "original" else ""
         self.why_original: dict[str, str] = {}
-        self.parted: str | None = None
+        self.divergence: str | None = None
         self.ways: list[str] = []
         self.gradients = False
 
     def run(self, modes: Sequence[str]) -> list[str]:
-        """Compares in each mode; returns those that the original runs in."""
-        asked, modes = modes, [f"{mode}{self.under}" for mode in modes]
+        """Compares in each mode; returns the modes in which the original runs."""
+        requested, modes = modes, [f"{mode}{self.under}" for mode in modes]
         verified = [mode for mode in modes if self._verify_mode(mode)]
         if verified:
             self.layers.probe_unreached(f"probe{self.under}")
         else:
             self.report.failures.append(f"nothing compared: the original runs in none of {list(modes)}")
         self._conclude(verified)
-        return [mode for mode, named in zip(asked, modes, strict=True) if named in verified]
+        return [mode for mode, named in zip(requested, modes, strict=True) if named in verified]
 
     def _verify_mode(self, mode: str) -> bool:
-        """Whether the original runs in this mode, so that there is something to compare with."""
+        """Returns whether the original runs in this mode, so that there is something to compare with."""
         _log.info("verify: %s mode", mode)
         if (standard := self._standard(mode)) is None:
             return False
-        if not self._compare(standard) and self.parted is None:
-            self.parted = self._where_they_part(standard)
+        if not self._compare(standard) and self.divergence is None:
+            self.divergence = self._first_diverging_module(standard)
         return True
 
     def _standard(self, mode: str) -> Standard | None:
-        """Everything that the swapped network will be judged by; None if the original does not run."""
+        """Returns everything that the swapped network is judged by; None if the original does not run."""
         how, first = self._first_run(mode)
         if how is None or first is None:
             return None
@@ -143,9 +143,9 @@ class Session:
         for how in passes:
             try:
                 outcome = self.runner.run(self.original, name, how)
-            except Exception as error:  # a foreign forward may raise anything
+            except Exception as error:  # a user's forward may raise anything
                 if is_out_of_memory(error):
-                    raise  # says nothing of the network
+                    raise  # this says nothing about the network
                 reason = reason or first_line(error)
                 last = first_line(error)
                 continue
@@ -160,7 +160,7 @@ class Session:
         return None, None
 
     def _truth(self, name: str, how: Pass, first: Outcome, activations: int) -> Outcome | None:
-        """The float64 run of the original, or None; why not is kept."""
+        """Returns the float64 run of the original; None if there is none, and then keeps the reason."""
         reason = self.no_float64 or float64_does_not_fit(
             self.original.module, self.runner.inputs, activations, how.gradients
         )
@@ -175,7 +175,7 @@ class Session:
             with in_float64(self.dtype, devices):
                 truth = self.runner.run(self.float64, name, how, double=True)
         except Exception as error:
-            # The frames of the traceback hold what was computed so far.
+            # The frames of the traceback would keep the tensors computed so far.
             self.why_original[name] = f"in float64 it raises {first_line(error)}"
             truth = None
         if truth is None:
@@ -196,32 +196,32 @@ class Session:
                 return f"output {path} has another shape in float64"
             if value.is_floating_point():
                 off = compare.difference(value, exact, value).norms.l2
-                if not off <= FLOAT64_TOO_FAR:
+                if not off <= MAX_FLOAT64_DISTANCE:
                     return f"output {path} is {off:.1e} off in float64: not the same computation"
         return ""
 
-    def _shake(self, standard: Standard) -> None:
-        """Adds rounding to the original's transposed convolutions and keeps how far that moves everything."""
-        standard.shaken_runs += 1
-        with self._shaken(standard.shaken_runs):
+    def _measure_noise(self, standard: Standard) -> None:
+        """Adds rounding to the original's transposed convolutions, and keeps how far that moves every result."""
+        standard.noisy_runs += 1
+        with self._with_rounding(standard.noisy_runs):
             standard.widen(self.runner.run(self.original, standard.mode, standard.how))
 
-    def _shaken(self, index: int) -> AbstractContextManager[None]:
+    def _with_rounding(self, index: int) -> AbstractContextManager[None]:
         def amplitude(layer: nn.Module, output: Tensor) -> float:
-            return SHAKEN_BY * layer_roundoff(layer, output)
+            return ADDED_ROUNDING * layer_roundoff(layer, output)
 
         names = list(swapped_layers(self.swapped.module))
-        return shaken(self.original.module, names, amplitude, self.runner.seed + index)
+        return with_rounding(self.original.module, names, amplitude, self.runner.seed + index)
 
     def _compare(self, standard: Standard) -> bool:
-        """Runs the swapped network and keeps what is found; whether all is well."""
+        """Runs the swapped network and keeps the faults; returns whether there are none."""
         mode, report = standard.mode, self.report
         try:
             with self.layers.watch(mode), self.blocks.watch(mode):
                 watched = self.runner.run(self.swapped, mode, standard.how)
             outcome = self.runner.run(self.swapped, mode, standard.how)
             others = self._other_ways(standard)
-        except Exception as error:  # whatever a broken layer raises
+        except Exception as error:  # a broken layer may raise anything
             if is_out_of_memory(error):
                 raise
             report.failures.append(
@@ -241,29 +241,30 @@ class Session:
             report.notes.append(f"{mode}: not compared: {', '.join(parts[:MAX_NAMED])}{more}")
         structure = [line for each in outcomes for line in standard.structure(each)]
         structure += [
-            f"{mode}: output {path or '(whole)'} of one run lies where that of the next lies"
+            f"{mode}: output {path or '(whole)'} of one run shares memory with that of the next"
             for path in reused
         ]
         for way, (other, outcome) in others.items():
             structure += [f"{line}, {way}" for line in other.structure(outcome)]
         checks = _judged(standard, outcomes, others)
         layers_agree = all(check.passed for check in self.layers.checks)
-        while layers_agree and self.tolerance is None and (doubted := _doubted(standard, checks, others)):
-            # Rounding next to a kink (ReLU, max pooling) moves a gradient by a jump, and is as likely to in
-            # a shaken run as in the swapped network.
-            self._shake(doubted)
+        while layers_agree and self.tolerance is None and (doubted := _in_doubt(standard, checks, others)):
+            # Rounding next to a kink (ReLU, max pooling) makes a gradient jump, and that is as likely in a run with
+            # added rounding as in the swapped network.
+            self._measure_noise(doubted)
             checks = _judged(standard, outcomes, others)
         report.checks += checks
         report.failures += structure
         return not structure and layers_agree and all(check.passed for check in checks)
 
     def _other_ways(self, standard: Standard) -> dict[str, tuple[Standard, Outcome]]:
-        """What the swapped network gives where less is asked of it, and what it is judged by then."""
+        """Runs the swapped network in the other ways; returns the outcomes, each with the standard that it is judged
+        by."""
         found = {}
         for way, how in other_ways(standard.how).items():
             try:
                 original = self.runner.run(self.original, standard.mode, how)
-            except Exception as error:  # such as a forward that takes gradients itself
+            except Exception as error:  # for example a forward that computes gradients itself
                 if is_out_of_memory(error):
                     raise
                 _log.debug("verify: the original does not run %s: %s", way, first_line(error))
@@ -276,28 +277,29 @@ class Session:
             watch = self.layers.watch_changed if how.changed else self.layers.watch_again
             with watch(standard.mode, way):
                 outcome = self.runner.run(self.swapped, standard.mode, how)
-            # The noise of the one is the noise of the other, whatever widens it widens both; other weights have others.
+            # These ways share their noise, so a widening counts for all of them; other weights have separate noise.
             noise = dict(standard.noise) if how.changed else standard.noise
             found[way] = replace(standard, how=how, original=original, truth=exact, noise=noise), outcome
             self.ways += [way] if way not in self.ways else []
         return found
 
-    def _where_they_part(self, standard: Standard) -> str | None:
-        """The first module that returns something else; only asked for what no swapped layer explains."""
+    def _first_diverging_module(self, standard: Standard) -> str | None:
+        """Returns the first module that returns something else; called only for faults that no swapped layer
+        explains."""
         if any(not check.passed for check in self.layers.checks):
             return None
         trace, mode, how = Trace(), standard.mode, NOTHING
         try:
             with trace.record(self.original.module):
                 self.runner.run(self.original, mode, how)
-            for index in range(TRACED_SHAKEN_RUNS):
-                with self._shaken(index), trace.widen(self.original.module):
+            for index in range(TRACED_NOISY_RUNS):
+                with self._with_rounding(index), trace.widen(self.original.module):
                     self.runner.run(self.original, mode, how)
             with trace.follow(self.swapped.module):
                 self.runner.run(self.swapped, mode, how)
-        except Exception as error:  # a search that fails must not hide what has been found
+        except Exception as error:  # a search that fails must not hide the faults
             _log.debug("verify: no trace: %s", first_line(error))
-        return None if trace.parted is None else f"{mode}: {trace.parted}"
+        return None if trace.divergence is None else f"{mode}: {trace.divergence}"
 
     def _conclude(self, verified: list[str]) -> None:
         report, layers = self.report, self.layers
@@ -310,7 +312,7 @@ class Session:
         if not report.checks and not report.failures:
             report.failures.append("nothing compared")
         first = next((check for check in layers.checks + self.blocks.checks if not check.passed), None)
-        report.first_divergence = self.parted
+        report.first_divergence = self.divergence
         if first is not None:
             report.first_divergence = f"layer {first.name or '(root)'}: {first.failure()}"
 
@@ -326,16 +328,17 @@ class Session:
         )
 
 
-def _doubted(
+def _in_doubt(
     standard: Standard, checks: list[Check], others: dict[str, tuple[Standard, Outcome]]
 ) -> Standard | None:
-    """What is to be run with more rounding before a check of it is believed to have failed; None if nothing is."""
+    """Returns the standard that needs more runs with added rounding before one of its checks counts as failed; None if
+    none does."""
     changed = [other for other, _ in others.values() if other.how.changed]
     failed = [check for check in checks if not check.passed and math.isfinite(check.error_swapped)]
     of_changed = [check for check in failed if check.way == CHANGED]
-    if len(failed) > len(of_changed) and standard.shaken_runs < MAX_SHAKEN_RUNS:
+    if len(failed) > len(of_changed) and standard.noisy_runs < MAX_NOISY_RUNS:
         return standard
-    if of_changed and changed and changed[0].shaken_runs < MAX_SHAKEN_RUNS:
+    if of_changed and changed and changed[0].noisy_runs < MAX_NOISY_RUNS:
         return changed[0]
     return None
 
@@ -343,7 +346,8 @@ def _doubted(
 def _judged(
     standard: Standard, outcomes: list[Outcome], other_ways: dict[str, tuple[Standard, Outcome]]
 ) -> list[Check]:
-    """The checks of the first outcome, those that another fails, and those that only another way of running fails."""
+    """Returns the checks of the first outcome, those in which another outcome fails, and those that fail in another
+    way."""
     first, *others = (standard.checks(outcome) for outcome in outcomes)
     failed = [check for checks in others for check in checks if not check.passed]
     known = {(check.kind, check.name) for check in first + failed if not check.passed}

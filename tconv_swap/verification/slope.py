@@ -1,32 +1,33 @@
-"""The scale of a whole tensor: how many times the truth it is, on average, and how well rounding lets one know.
+"""Measures the scale of a whole tensor: how many times the truth it is on average, and how exactly rounding lets that
+be known.
 
 The largest error and the L2 norm cannot see a factor of 1.001 in float16, where every element may be off by nearly as
-much. Thousands of elements that are all off in the same direction can.
+much. Thousands of elements that are all off in the same direction show it.
 
-A result y of n elements is y_i = b t_i + e_i with the truth t, a scale b that is 1 where all is well, and the rounding
-e_i. Least squares through the origin give
+A result y of n elements is y_i = b t_i + e_i with the truth t, a scale b that should be 1, and the rounding e_i. Least
+squares through the origin give
 
     b = <y, t> / <t, t> = 1 + sum(e_i t_i) / sum(t_i^2).
 
-Round to nearest is off in either direction alike, and by independent amounts: E e_i = 0, and
+Rounding to nearest has no preferred direction, and its errors are independent: E e_i = 0, and
 
     se(b) = sqrt(sum(t_i^2 var(e_i))) / sum(t_i^2),
 
-which falls with sqrt(n). One rounding, evenly spread over [-u s_i, u s_i], has var(e_i) = (u s_i)^2 / 3, where u is its
-largest relative error and s_i the size of the terms of element i (at least |t_i|). What kernels round more often is not
-known beforehand, but shows: the residuals y_i - b t_i take the place of the standard deviations (White, 1980). The
-larger of the two standard errors counts. A scale may be `DEVIATIONS` of them off 1, and beside that:
+which falls with sqrt(n). One rounding, uniform over [-u s_i, u s_i], has var(e_i) = (u s_i)^2 / 3, where u is its
+largest relative error and s_i the size of the terms of element i (at least |t_i|). Kernels may round more often, which
+is not known beforehand but shows in the residuals y_i - b t_i: they replace the standard deviations (White, 1980). The
+larger of the two standard errors counts. A scale may differ from 1 by `DEVIATIONS` of them, and in addition:
 
-- as far as PyTorch's own result is. Equal inputs make equal outputs with equal roundings, and under autocast a weight
-  is rounded once for all pixels, so that errors are not independent; but they are PyTorch's too, on the same numbers;
-- by `TIES` u: where few different numbers make up a tensor, one that lies next to the middle between two that the dtype
-  has may go to the one side there and to the other here;
-- by n 2^-24 for sums of n terms, and not more than `ONE_SIDED` u: accumulators of tensor cores cut off, in one
-  direction, what they cannot hold.
+- by as much as PyTorch's own result. Equal inputs make equal outputs with equal roundings, and under autocast a weight
+  is rounded once for all pixels, so that errors are not independent; but PyTorch's errors have the same causes;
+- by `TIES` u: in a tensor of few different numbers, one may lie close to the middle between two numbers of the dtype,
+  and be rounded to one of them there and to the other here;
+- by n 2^-24 for sums of n terms, but at most by `ONE_SIDED` u: accumulators of tensor cores truncate, in one direction,
+  the digits that they cannot hold.
 
-The last is why float32 and float64 are not judged so: there the accumulator is all the rounding there is, how often it
-cuts off depends on the kernel, and the L2 norm finds a factor of 1 + 1e-5 as it is. TF32 is left out likewise: hardware
-may cut off operands, which is a scale of its own.
+float32 and float64 are not judged in this way because of the last point: there the accumulator does all the rounding,
+how often it truncates depends on the kernel, and the L2 norm alone finds a factor of 1 + 1e-5. TF32 is left out too:
+hardware may truncate operands, which is a scale in itself.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def is_judged(dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype is rounded once, to nearest, and so may be judged by its scale."""
+    """Returns whether a tensor of this dtype is rounded once, to nearest, so that its scale can be judged."""
     return dtype in _DTYPES
 
 
@@ -59,11 +60,11 @@ class Slope:
         self._second = 0.0
 
     def add(self, value: Tensor, truth: Tensor, size: Tensor) -> None:
-        """Adds the next piece; what is not finite in any of the three does not count.
+        """Adds the next piece; elements that are not finite in one of the three do not count.
 
         Args:
-            value, truth: float64, one shape.
-            size: of the terms of each element, s_i above.
+            value, truth: float64 tensors of one shape.
+            size: the size of the terms of each element, s_i above.
         """
         finite = value.isfinite() & truth.isfinite() & size.isfinite()
         if not bool(finite.all()):
@@ -79,15 +80,15 @@ class Slope:
 
     @property
     def off(self) -> float:
-        """b - 1; 0 where the truth is zero and has no scale."""
+        """Returns b - 1; 0 if the truth is zero and has no scale."""
         return self._products / self._squares if self._squares > 0 else 0.0
 
     def allowed(self, unit: float, terms: int) -> float:
-        """How far b may be off 1 by rounding alone.
+        """Returns how far b may differ from 1 by rounding alone.
 
         Args:
             unit: the largest relative error of one rounding, u above.
-            terms: of the sum that makes an element.
+            terms: the number of terms in the sum of an element.
         """
         if self._squares <= 0:
             return math.inf

@@ -1,4 +1,4 @@
-"""Where two networks part: the first module whose output differs, looked for once something has failed."""
+"""Finds the first module whose output differs between two networks, after something has failed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Place = tuple[str, int, str]
 
 @contextmanager
 def _listening(module: nn.Module, listen: Callable[[Place, Tensor], None]) -> Iterator[None]:
-    """Hands over every floating-point tensor that a module without children returns, as it is returned."""
+    """Passes on every floating-point tensor that a module without children returns, at the moment it returns."""
     calls: Counter[str] = Counter()
 
     def hook(name: str) -> Callable[..., None]:
         def heard(_: nn.Module, args: Any, output: Any) -> None:
             calls[name] += 1
             for path, tensor in flatten(output).tensors.items():
-                # Inside of torch.vmap a tensor is no longer one once the transform is over.
+                # A tensor of torch.vmap cannot be used after the transform has ended.
                 wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
                 if tensor.is_floating_point() and not wrapped:
                     listen((name, calls[name], path), tensor.detach())
@@ -49,10 +49,10 @@ class Trace:
     def __init__(self) -> None:
         self.outputs: dict[Place, Tensor] = {}
         self.noise: dict[Place, Norms] = {}
-        self.parted: str | None = None
+        self.divergence: str | None = None
 
     def record(self, module: nn.Module) -> Any:
-        """Keeps what the modules return within."""
+        """Keeps the outputs of the modules that run inside."""
 
         def keep(place: Place, tensor: Tensor) -> None:
             self.outputs[place] = tensor.cpu().clone()
@@ -60,7 +60,7 @@ class Trace:
         return _listening(module, keep)
 
     def widen(self, module: nn.Module) -> Any:
-        """What a run within differs by is noise."""
+        """Counts the differences of a run inside as noise."""
 
         def measure(place: Place, tensor: Tensor) -> None:
             kept = self.outputs.get(place)
@@ -71,22 +71,22 @@ class Trace:
         return _listening(module, measure)
 
     def follow(self, module: nn.Module) -> Any:
-        """Says in `parted` where a run within first differs by more than noise."""
+        """Sets `divergence` to where a run inside first differs by more than noise."""
         kinds = {name: type(m).__name__ for name, m in module.named_modules()}
 
         def compared(place: Place, tensor: Tensor) -> None:
             kept = self.outputs.get(place)
-            if self.parted is not None or kept is None:
+            if self.divergence is not None or kept is None:
                 return
             name = f"{place[0] or '(root)'} ({kinds[place[0]]})"
             if wrong := compare.mismatch(tensor.cpu(), kept):
-                self.parted = f"{name}: its output {wrong}"
+                self.divergence = f"{name}: its output {wrong}"
                 return
             error = compare.difference(tensor.cpu(), kept, kept)
             floor = compare.allowed_without_error(compare.roundoff(kept.dtype, tensor.device), kept.numel())
             allowed = self.noise.get(place, Norms()).times(4.0).larger(floor)
             if not (error.norms.maximum <= allowed.maximum and error.norms.l2 <= allowed.l2):
                 where = error.describe(kept.shape)
-                self.parted = f"{name}: its output is {error.norms.maximum:.2e} (max) off; {where}"
+                self.divergence = f"{name}: its output is {error.norms.maximum:.2e} (max) off; {where}"
 
         return _listening(module, compared)

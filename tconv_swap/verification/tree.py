@@ -1,4 +1,4 @@
-"""The tensors in whatever a network returns, each with its path, and the containers they lie in."""
+"""Finds the tensors in whatever a network returns, each with its path, and the containers that hold them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of one of these, no part is looked at: `equal` says whether two are the same.
+# The parts of these are not examined: `equal` says whether two of them are the same.
 _ATOMS = (
     *(str, UserString, bytes, bytearray, memoryview, int, range, type(None), type, nn.Module),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
-# There is one object for each value of these, and they have no `==` of their own.
+# Each value of these is a single object, and they define no `==`.
 _SINGLETONS = (type, torch.dtype, torch.layout, torch.memory_format)
 # Numbers that may carry rounding.
 _ROUNDED = (float, complex, Decimal, Fraction)
@@ -33,8 +33,8 @@ class Tree:
     """A flattened value.
 
     Attributes:
-        leaves: tensors and everything that is no container, by path (`""` if the value itself is a leaf).
-        containers: the class of every container, and its length where that is part of it, by path.
+        leaves: tensors and everything that is not a container, by path (`""` if the value itself is a leaf).
+        containers: the class of every container, with its length if that is fixed by the class, by path.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Tree:
 
 
 def flatten(value: Any) -> Tree:
-    """Sequences, mappings, sets of plain values, NumPy arrays, dataclasses and objects with attributes.
+    """Flattens sequences, mappings, sets of plain values, NumPy arrays, dataclasses and objects with attributes.
 
     Sparse, quantized and nested tensors become the dense tensors of their values, NumPy arrays and scalars
     tensors; a Python float becomes a float64 scalar, since it may carry rounding as a tensor does.
@@ -57,21 +57,21 @@ def flatten(value: Any) -> Tree:
 
 
 def lack_of_numbers(tree: Tree) -> str:
-    """What a network returns that returns nothing to be compared, and what to do about it; empty if it does."""
+    """Returns what a network returns if nothing of it can be compared, and what to do then; empty if something can."""
     if any(bool(tensor.isfinite().any()) for tensor in tree.tensors.values()):
         return ""
     if any(tensor.numel() for tensor in tree.tensors.values()):
         return "returns no finite number: give other inputs, or another --dtype"
     if tree.tensors:
-        return "returns empty tensors: give inputs of at least one sample, for which it finds something"
+        return "returns empty tensors: give inputs with at least one sample in which it finds something"
     kinds = dict.fromkeys(type(leaf).__name__ for leaf in tree.leaves.values() if not isinstance(leaf, str))
     what = ", ".join(kinds) or "no tensor"
     return f"returns {what}: let its forward return tensors, or a list, tuple or dict of them"
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The values of a sparse, quantized or nested tensor as a dense one, with zeros where a part of a nested one is
-    shorter than another; any other as it is."""
+    """Returns the values of a sparse, quantized or nested tensor as a dense one, with zeros where a part of a nested
+    tensor is shorter than another; any other tensor unchanged."""
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.is_nested:
@@ -81,21 +81,21 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def equal(value: Any, other: Any) -> bool | None:
-    """Whether two leaves that are no tensors are the same; None if nothing tells."""
+    """Returns whether two leaves that are not tensors are the same; None if that cannot be known."""
     if type(value) is not type(other):
         return False
     if value is other:
         return True
     if isinstance(value, _SINGLETONS):
         return False
-    # A method's `==` goes by the object that it is bound to, and most others' by identity: that the original
-    # and its copy differ in it says nothing.
+    # The `==` of a method compares the bound object, and most others compare identity, which always differs between the
+    # original and its copy.
     own = any("__eq__" in cls.__dict__ for cls in type(value).__mro__ if cls is not object)
     if not own or callable(value) or (isinstance(value, Set) and not (_is_plain(value) and _is_plain(other))):
         return None
     try:
         same = value == other
-    except Exception:  # a foreign `==` may raise anything
+    except Exception:  # a user's `==` may raise anything
         return None
     return same if isinstance(same, bool) else None
 
@@ -134,7 +134,7 @@ def _flatten_children(children: _Children, path: str, tree: Tree, above: dict[in
 
 
 def _paths(path: str, keys: list[Any]) -> list[str]:
-    """`a.0.b`; a key that could be mistaken for another, or for one of what another holds, is in brackets."""
+    """Returns paths such as `a.0.b`; a key that could be mistaken for another, or for a deeper one, is in brackets."""
     names = [str(key) for key in keys]
     often = Counter(names)
 
@@ -149,7 +149,7 @@ def _paths(path: str, keys: list[Any]) -> list[str]:
 
 
 def _put(where: dict[str, Any], path: str, value: Any) -> None:
-    """Two keys may be written alike even so; what is under the second must not replace the first."""
+    """Stores a value; two keys may still have the same text, and the second value must not replace the first."""
     unique, number = path, 1
     while unique in where:
         number += 1
@@ -168,7 +168,7 @@ def _flatten_tensor(tensor: Tensor, path: str, tree: Tree) -> None:
 
 
 def _is_numpy(value: Any) -> bool:
-    # Not a dependency: where nobody has imported it, nothing is an array.
+    # NumPy is not a dependency: if nobody has imported it, no value is an array.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
 
@@ -182,12 +182,12 @@ def _flatten_numpy(value: Any, path: str, tree: Tree, above: dict[int, str]) -> 
         masked = [("data", value.filled(0)), ("mask", numpy.ma.getmaskarray(value))]
         _flatten_children(masked, path, tree, above)
     elif kind in "biufc":
-        # torch has no wider floating-point numbers, and no other order of bytes.
+        # torch has no wider floating-point numbers, and no other byte order.
         wide = {"f": numpy.float64, "c": numpy.complex128}.get(kind)
         too_wide = wide is not None and size > numpy.dtype(wide).itemsize
         dtype = wide if too_wide else value.dtype.newbyteorder("=")
         _put(tree.containers, path, f"{name} of {value.dtype}")
-        # A copy: the network may write to the array again in its next run.
+        # A copy, since the network may write to the array again in its next run.
         _put(tree.leaves, path, torch.from_numpy(numpy.array(value, dtype=dtype, order="C", copy=True)))
     else:
         _put(tree.containers, path, f"{name} of {value.dtype}")
@@ -199,7 +199,7 @@ def _flatten_numpy(value: Any, path: str, tree: Tree, above: dict[int, str]) -> 
 
 
 def _children(value: Any) -> _Children | None:
-    """Key and value of what a container holds; None if it is none."""
+    """Returns keys and values of a container; None for anything else."""
     if isinstance(value, _ATOMS):
         return None
     children: Iterable[tuple[Any, Any]] | None = None
@@ -210,12 +210,12 @@ def _children(value: Any) -> _Children | None:
     elif isinstance(value, Sequence | KeysView | ItemsView | ValuesView):
         children = enumerate(value)
     elif isinstance(value, Set):
-        # Without an order, only what can be sorted can be told apart where rounding has moved it.
+        # A set has no order, and rounding may change its items, so only sets that can be sorted are compared.
         if not value or not all(isinstance(item, int | float) for item in value):
             return None
         children = enumerate(sorted(value))
     held = None if children is None else list(children)
-    # What is no class of Python's own keeps what it holds in its attributes.
+    # An object of a class that is not built in holds its parts in attributes.
     if held is not None and not isinstance(value, list | tuple | dict | deque | set | frozenset):
         return held
     attributes = _attributes(value)
@@ -226,7 +226,7 @@ def _children(value: Any) -> _Children | None:
 
 
 def _attributes(value: Any) -> _Children:
-    """Fields, what `__dict__` holds and what lies in slots."""
+    """Returns fields, the entries of `__dict__` and the values of slots."""
     fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
     found = {name: getattr(value, name) for name in fields if hasattr(value, name)}
     found |= {name: held for name, held in getattr(value, "__dict__", {}).items() if name not in found}
@@ -241,7 +241,7 @@ def _attributes(value: Any) -> _Children:
 
 
 def _hides_something(value: Any) -> bool:
-    """Whether a base that is not written in Python may hold what no attribute shows."""
+    """Returns whether a base that is not written in Python may hold something that no attribute shows."""
     if isinstance(value, Mapping | Sequence | MappingView | Set):
         return False
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE

@@ -1,10 +1,10 @@
-"""Whether a swapped network computes what the original computes, forward and backward: a proof that can fail.
+"""Verifies that a swapped network computes what the original computes, forward and backward: a proof that can fail.
 
-Both networks run on the same inputs, random numbers and buffers. Where it can be had, a float64 run of the
-original is the truth, and the swapped network's error against it is set beside the original's. Where that is
-not enough, what the network makes of rounding in its transposed convolutions is measured by adding some: an
-original that happens to be exact, or a gradient that is zero but for rounding, must not fail a right swap.
-`layers` compares every swapped layer by itself, on the way.
+Both networks run on the same inputs, random numbers and buffers. If possible, a float64 run of the original is the
+truth, and the error of the swapped network is compared with the original's. If that is not enough, the effect of
+rounding in the transposed convolutions is measured by adding some: a right swap must not fail because the original
+happens to be exact, or because a gradient is zero except for rounding. During these runs, `layers` compares every
+swapped layer by itself.
 """
 
 from __future__ import annotations
@@ -47,32 +47,33 @@ def verify(
     require_swapped: bool = True,
     require_layouts: bool = True,
 ) -> VerifyReport:
-    """Compare outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
+    """Compares outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
-    Leaves both networks (buffers, gradients, training flags, the `weight` that `torch.nn.utils.weight_norm` and
-    its like compute) and all random states as they were. Runs under the caller's autocast state; with `autocast`, once
-    more under that. The same arguments give the same report, which says what was tried and what was not.
+    Restores both networks (buffers, gradients, training flags, tensors such as the `weight` that
+    `torch.nn.utils.weight_norm` computes) and all random states. Runs under the caller's autocast state; with
+    `autocast`, also under that one. The same arguments give the same report, which says what was tried and what was
+    not.
 
     Args:
         original: the network before the swap; may share its parameters with `swapped`.
         swapped: the network after `swap_layers`.
         inputs: whatever `Inputs.of` takes, on the networks' device.
-        modes: in which the networks are compared; one that the original cannot run is noted.
-        backward: whether gradients are compared too: of every floating-point input and of every parameter
-            that requires grad, for random gradients of the outputs.
-        atol, rtol: replace the automatic limits (all of them): `|value - reference| <= atol + rtol *
-            |reference|` for every element; one that is not given is 0.
-        reference: `"float64"`: anything that prevents a float64 run is a failure. `"original"`: the original
-            is the truth. None: float64 where memory and operators allow it.
-        autocast: `torch.float16` or `torch.bfloat16`: everything is compared under `torch.autocast` of that dtype too.
-        seed: of the random numbers that the networks and the output gradients draw.
-        require_swapped: whether it is a failure that `swapped` holds no layer of ours; it may be the original, run
+        modes: the modes in which the networks are compared; a mode that the original cannot run is noted.
+        backward: whether gradients are compared too: those of every floating-point input and of every parameter that
+            requires grad, for random gradients of the outputs.
+        atol, rtol: replace all automatic limits: `|value - reference| <= atol + rtol * |reference|` for every element;
+            one that is not given is 0.
+        reference: `"float64"`: anything that prevents a float64 run is a failure. `"original"`: the original is the
+            truth. None: float64 if memory and operators allow it.
+        autocast: `torch.float16` or `torch.bfloat16`: also compares everything under `torch.autocast` of that dtype.
+        seed: the seed of the random numbers of the networks and the output gradients.
+        require_swapped: whether it is a failure that `swapped` has no layer of ours; False allows the original, run in
             another way.
-        require_layouts: whether it is a failure that an output lies in another memory format than the original's.
+        require_layouts: whether it is a failure that an output has another memory format than the original's.
 
     Raises:
-        TypeError: `inputs` is nothing that `Inputs.of` takes.
-        Exception: that memory ran out, as whatever raised it says.
+        TypeError: `Inputs.of` does not accept `inputs`.
+        Exception: memory ran out; the exception is the one that was raised.
         ValueError: an unknown mode, reference or dtype of autocast, no mode at all, or a tolerance that is negative,
             infinite or NaN.
     """
@@ -89,7 +90,7 @@ def verify(
     report = VerifyReport()
     layers = swapped_layers(swapped)
     if require_swapped and not layers and not fused_modules(swapped):
-        report.failures.append("nothing is swapped: the network holds no layer of tconv_swap")
+        report.failures.append("nothing is swapped: the network has no layer of tconv_swap")
     if both := sorted([*swapped_layers(original), *fused_modules(original)]):
         report.failures.append(
             f"the original holds swapped layers itself ({', '.join(name or '(root)' for name in both)}): "
@@ -113,7 +114,7 @@ def verify(
     after, runner = Subject(swapped, before, changing=names), Runner(inputs, devices, seed)
     kinds = sorted({device.type for device in devices if device.type != "meta"})
     with untouched([before, after], devices):
-        # The caller's own state first.
+        # The caller's own autocast state comes first.
         for dtype in dict.fromkeys((None, autocast)):
             under = "" if dtype is None else f" under {_name(dtype)} autocast"
             with ExitStack() as stack:
@@ -124,7 +125,7 @@ def verify(
                     found, before, after, runner, tolerance, reference, backward, under, require_layouts
                 )
                 verified = session.run(modes)
-            _tell(found, session, verified, under)
+            _record_tried(found, session, verified, under)
             report.add(found)
         on = [_name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
     if on:
@@ -138,8 +139,8 @@ def _is_shared_by_processes(network: nn.Module) -> bool:
     return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in network.modules())
 
 
-def _tell(report: VerifyReport, session: Session, verified: list[str], under: str) -> None:
-    """Says in the report what was tried, and what of the usual was not."""
+def _record_tried(report: VerifyReport, session: Session, verified: list[str], under: str) -> None:
+    """Writes into the report what was tried, and which of the usual ways were not."""
     if not verified:
         return
     if under:

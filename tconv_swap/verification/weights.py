@@ -1,4 +1,4 @@
-"""Whether two networks hold the same parameters and buffers: a swap changes none."""
+"""Checks that two networks hold the same parameters and buffers: a swap changes none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from tconv_swap.verification.runs import same_numbers
 
 
 def differing_weights(original: nn.Module, swapped: nn.Module) -> list[str]:
-    """One line for each parameter or buffer that only one has, or that is of another dtype, shape or value.
+    """Returns one line for each parameter or buffer that only one of them has, or that has another dtype, shape or
+    value.
 
-    What no input reaches shows nowhere else, nor what a normalisation or a larger neighbour hides.
+    Differences that no input reaches, or that a normalisation or a larger neighbour hides, show only here.
     """
     found = []
     for kind, before, after in (
@@ -34,7 +35,7 @@ def _difference(original: Tensor | None, swapped: Tensor | None) -> str:
         return "is missing" if swapped is None else "is one that the original does not have"
     if is_lazy(original) or is_lazy(swapped):
         return ""
-    # A nested tensor's sizes are its own, also where another's are as large.
+    # The sizes of a nested tensor cannot be compared with another's shape.
     nested = original.is_nested and swapped.is_nested
     wrong = "" if nested else mismatch(swapped, original)
     if not wrong and not same_numbers(swapped.detach(), original.detach()):

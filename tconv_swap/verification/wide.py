@@ -1,4 +1,4 @@
-"""A float64 run that draws the random numbers of another dtype."""
+"""Runs a network in float64 with the random numbers of another dtype."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class SameDraws(TorchDispatchMode):
     """Lets a float64 run draw the random numbers that the same network draws in `dtype`.
 
-    Most generators give other numbers in float64 (and dropout another mask on a GPU); a float64 run with
-    other noise is no truth.
+    Most generators give other numbers in float64 (and dropout another mask on a GPU); a float64 run with other noise is
+    not the truth.
     """
 
     def __init__(self, dtype: torch.dtype, default_dtype: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class SameDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         dropout = func is torch.ops.aten.native_dropout.default and args[2] is not False
         if dropout and args[0].dtype == torch.float64:
-            # Only the mask is random, and it must not cost the accuracy of what it is applied to.
+            # Only the mask is random, and it must not reduce the accuracy of the tensor that it is applied to.
             scaled, mask = func(torch.ones_like(args[0], dtype=self._dtype), *args[1:], **kwargs)
             keep = 1.0 - args[1]
             return args[0] * mask / keep if keep > 0 else args[0] * scaled, mask
@@ -63,7 +63,7 @@ class SameDraws(TorchDispatchMode):
 
 @contextmanager
 def in_float64(dtype: torch.dtype, devices: list[torch.device]) -> Iterator[None]:
-    """What a network makes by itself is float64 too, and it draws the numbers it draws in `dtype`."""
+    """Makes the tensors that a network creates float64 too; random numbers are those that it draws in `dtype`."""
     default = torch.get_default_dtype()
     kinds = sorted({device.type for device in devices} | {"cpu"})
     off = [torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext() for kind in kinds]

@@ -1,2 +1,2 @@
-"""The ways to run a network: layout, compiler and CUDA graphs, all by PyTorch's own means. They are timed and
-verified, and the fastest is chosen."""
+"""Runs a network in different ways: layout, compiler and CUDA graphs, all with PyTorch's own means. The ways are timed
+and verified, and the fastest is chosen."""

@@ -1,10 +1,10 @@
-"""Captures a network in CUDA graphs with `torch.cuda.make_graphed_callables`, and does what that leaves to its
+"""Captures a network in CUDA graphs with `torch.cuda.make_graphed_callables`, and adds what that function leaves to its
 caller.
 
-PyTorch's graphs hold the activations, outputs and gradients of one call in memory that the next replay overwrites.
-Here outputs and gradients are copied, so that they keep their values and gradients may be accumulated. A backward
-pass through any call but the last one is refused. Warming up and capturing change buffers and random states; these
-are restored.
+PyTorch's graphs keep the activations, outputs and gradients of one call in memory that the next replay overwrites. Here
+outputs and gradients are copied, so that they keep their values and gradients may be accumulated. A backward pass
+through any call but the last one is refused. Warming up and capturing change buffers and random states; both are
+restored.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Captured:
     def __init__(self, network: nn.Module, inputs: Inputs, *, training: bool) -> None:
         """
         Args:
-            network: in the mode in which it runs; it is not changed, nor are its buffers.
-            inputs: they require gradients exactly if those of the calls do.
-            training: with a backward pass.
+            network: the network, in the mode in which it runs; it is not changed, nor are its buffers.
+            inputs: they require gradients exactly if those of the later calls do.
+            training: captures a backward pass too.
 
         Raises:
-            NotCapturableError: it waits for the GPU in its forward or backward pass.
+            NotCapturableError: the network waits for the GPU in its forward or backward pass.
             Exception: whatever the network or the capture raises.
         """
         self._surface = Surface(network, inputs)
@@ -51,7 +51,7 @@ class Captured:
         self._calls = 0
 
     def __call__(self, inputs: Inputs) -> Any:
-        """Returns what the network returns for inputs of the captured shapes."""
+        """Returns the network's output for inputs of the captured shapes."""
         outputs = self._replay(*(tensor for _, tensor in inputs.named_tensors()))
         self._calls += 1
         call = self._calls
@@ -95,8 +95,8 @@ class Surface(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         inputs = self._inputs.map(lambda _: next(given))
-        # The cache of a network's own autocast lives until the outermost autocast ends. A capture would always read
-        # the weights that an earlier run had cast.
+        # The cache of an autocast lives until the outermost autocast ends. With the cache of the network's own
+        # autocast, a replay would always read the weights that an earlier run had cast.
         torch.clear_autocast_cache()
         for context in self._autocast:
             context.__enter__()
@@ -132,7 +132,7 @@ def compiled_nodes(output: Any) -> list[Any]:
 
 
 def own_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
-    """A hook of a node that returns copies, since the next replay overwrites what the graph returns."""
+    """Returns copies of a node's gradients, as its hook, since the next replay overwrites what the graph returns."""
     there = [gradient for gradient in gradients if gradient is not None]
     # Multiplying by 1 copies all of them in few launches.
     copies = iter(torch._foreach_mul(there, 1) if there else ())
@@ -146,7 +146,7 @@ def _static(tensor: Tensor) -> Tensor:
 
 
 def _autocast_of(kind: str) -> torch.autocast:
-    """Returns the caller's autocast without its cache, which would keep the weights of the capture for ever."""
+    """Returns the caller's autocast without its cache, which would keep the weights of the capture."""
     return torch.autocast(
         kind,
         dtype=torch.get_autocast_dtype(kind),
@@ -169,7 +169,7 @@ def _no_autocast(tensors: tuple[Tensor, ...]) -> Iterator[None]:
 
 
 def check_no_wait(surface: Surface, tensors: tuple[Tensor, ...], *, training: bool) -> None:
-    """Check before the capture that the network does not wait for the GPU: a failed capture may break the GPU's
+    """Checks before the capture that the network does not wait for the GPU: a failed capture may break the GPU's
     context."""
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Checks that a network that is run in a way computes what it computes today."""
+"""Checks that a network that runs in a way computes what it computes today."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LAYOUT_ATOL, LAYOUT_RTOL = 1e-9, 1e-6
 
 
 def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int = 0) -> VerifyReport:
-    """Compare a network run in a way with what it computes today, in the mode that the way was built for.
+    """Compares a network that runs in a way with what it computes today, in the mode that the way was built for.
 
     Compares outputs, gradients and buffers as `tconv_swap.verify` does, against float64 if possible. PyTorch's own
-    operators round differently in another layout. So the error of a way in channels_last is compared with the error
-    of today's network in channels_last; a comparison in float64, where rounding is negligible, shows that this is the
-    same network.
+    operators round differently in another layout. The error of a way in channels_last is therefore compared with that
+    of today's network in channels_last; a comparison in float64, where rounding is negligible, shows that these two are
+    the same network.
 
     Args:
         today: the network with PyTorch's layers, in its own layout.
-        running: the same network, run in a way.
+        running: the same network, running in a way.
         inputs: the inputs of one call.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
     """
     mode: Literal["train", "eval"] = "train" if running.for_training else "eval"
     backward, layout = running.for_training, running.way.layout
@@ -58,8 +58,8 @@ def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int 
 def _layout_failures(
     today: nn.Module, laid_out: nn.Module, inputs: Inputs, mode: Literal["train", "eval"], seed: int
 ) -> list[str]:
-    """Returns how the network differs in another layout; empty if it has no float64 form, so that nothing can be
-    said."""
+    """Returns how the network differs in another layout; empty if it does not, or if it has no float64 form, so that
+    nothing can be compared."""
     first, second = (
         _deterministic(deep_copy(one, dtype=torch.float64).double()) for one in (today, laid_out)
     )
@@ -87,7 +87,7 @@ def _layout_failures(
 
 
 def _deterministic(network: nn.Module) -> nn.Module:
-    """Returns `network` itself without dropout, whose mask is drawn in memory order."""
+    """Returns `network` itself without dropout: its mask is drawn in memory order."""
     for module in network.modules():
         if isinstance(module, _DropoutNd):
             object.__setattr__(module, "forward", _as_it_is)

@@ -1,4 +1,4 @@
-"""`optimize` finds the fastest way to run a network that computes the same, by trying."""
+"""`optimize` tries the ways to run a network and returns the fastest one that computes the same."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ from tconv_swap.ways.way import (
 )
 
 SECONDS = 300.0
-#: Seconds of samples for each way and today's way; and for the last comparison.
+#: Seconds of samples for each way and today's way, and for the last comparison.
 TIMING_S, FINAL_S = 0.3, 1.0
 
 
 class Optimized(NamedTuple):
-    """What `optimize` returns.
+    """The result of `optimize`.
 
     Attributes:
-        model: a copy of the network with the layers and in the layout of the way; its parameters are what an optimizer
-            trains.
+        model: a copy of the network with the layers and in the layout of the way; an optimizer trains its parameters.
         run: calls the model in this way.
         report: every way with its time, and why this one was chosen.
     """
@@ -62,33 +61,33 @@ def optimize(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Optimized:
-    """Time the ways to run a network, verify the fastest, and return it ready to be called.
+    """Times the ways to run a network, verifies the fastest, and returns it ready to be called.
 
-    A way is whose layers (PyTorch's, ours, ours with norms and activations fused), a layout (as it is, channels_last)
-    and a runtime (eager, CUDA graph, torch.compile, compiled with CUDA graphs). Each is timed beside how the network
-    runs today: its own layers in PyTorch's form, eagerly, as it lies. The fastest is verified against that as
-    `tconv_swap.verify` verifies a swap; what fails is not chosen, and the next is verified. Runs under the caller's
-    autocast state, with `torch.backends.cudnn.benchmark` on.
+    A way consists of layers (PyTorch's, ours, or ours with norms and activations fused), a layout (as it is,
+    channels_last) and a runtime (eager, CUDA graph, torch.compile, compiled with CUDA graphs). Each way is timed beside
+    today's: PyTorch's form of the network's layers, eager, in its own layout. The fastest is verified against today's,
+    as `tconv_swap.verify` verifies a swap; if it fails, it is not chosen, and the next is verified. All runs are under
+    the caller's autocast state, with `torch.backends.cudnn.benchmark` on.
 
-    Ctrl-C ends the search, and what was measured by then decides.
+    Ctrl-C ends the search; the choice is then made from what was measured.
 
     Args:
-        model: the network; stays as it is, also its buffers, gradients, modes and random states.
-        inputs: whatever `Inputs.of` accepts, on the network's device, of the shapes to come. No gradients of them are
-            taken.
-        training: a training step (forward, loss, backward, an SGD step), in train mode; otherwise the forward pass in
+        model: the network; it does not change, nor do its buffers, gradients, modes and random states.
+        inputs: whatever `Inputs.of` accepts, on the network's device, with the shapes of later calls. No gradients of
+            them are computed.
+        training: times a training step (forward, loss, backward, an SGD step) in train mode; False: the forward pass in
             eval mode without gradients.
-        ways: which to try, by name (`"ours+channels_last+graph"`; our layers where none are named); None: all. Today's
-            is always timed.
-        seconds: start no way that would not finish within this time; None: no limit.
-        loss: from the network's output to a scalar, for a training step; `sum_of_squares` if None.
-        seed: of the verification's random numbers.
-        progress: called with (what comes next, ways done, ways in all).
+        ways: the names of the ways to try (`"ours+channels_last+graph"`; without a word for layers, ours); None: all.
+            Today's way is always timed.
+        seconds: no way is started that would not finish within this time; None: no limit.
+        loss: maps the network's output to a scalar, for a training step; `sum_of_squares` if None.
+        seed: the seed of the verification's random numbers.
+        progress: called with (the next step, ways done, ways in all).
 
     Raises:
-        TypeError: `inputs` is nothing that `Inputs.of` takes.
-        ValueError: no such way, or none that this device has.
-        Exception: whatever the network raises as it runs today.
+        TypeError: `Inputs.of` does not accept `inputs`.
+        ValueError: there is no such way, or this device supports none of them.
+        Exception: whatever the network raises in today's way.
     """
     searched = WaySearch(model, inputs, training=training, loss=loss, seed=seed)
     report = WaysReport(environment=environment(searched.device), method=searched.method(seconds))
@@ -100,22 +99,22 @@ def optimize(
 
 
 def in_way(model: nn.Module, way: str | Way, inputs: object, *, training: bool = False) -> Running:
-    """A network, ready to be called in a way: what `optimize` has found before, without searching again.
+    """Makes a network run in a way, for example in the one that `optimize` found before, without searching again.
 
     Args:
-        model: the network, which is changed: its layers are swapped where the way is ours, its parameters are brought
-            to the way's layout, it is put into train or eval mode. Parameters stay the same objects; buffers, gradients
-            and random states stay as they are.
+        model: the network, which is changed: its layers are swapped if the way has our layers, its parameters get the
+            layout of the way, and it is put into train or eval mode. Parameters stay the same objects; buffers,
+            gradients and random states do not change.
         way: its name, such as `"channels_last+compile+graph"`.
-        inputs: as in `optimize`; where some require gradients, those of the calls have to, too.
-        training: to be differentiated; otherwise in eval mode and without gradients.
+        inputs: as in `optimize`; if some require gradients, those of later calls have to require them too.
+        training: the network will be differentiated; False: eval mode without gradients.
 
     Returns:
         A module that is called like the network. Inputs of other shapes run eagerly, with one `WayWarning`.
 
     Raises:
-        TypeError: `inputs` is nothing that `Inputs.of` takes.
-        ValueError: no such way, or none that this device has.
+        TypeError: `Inputs.of` does not accept `inputs`.
+        ValueError: there is no such way, or this device does not support it.
         Exception: whatever the network, the compiler or the capture raises.
     """
     found = parse_way(way) if isinstance(way, str) else way
@@ -125,7 +124,7 @@ def in_way(model: nn.Module, way: str | Way, inputs: object, *, training: bool =
 
 
 class WaySearch:
-    """The search of one stage of a network; `search` holds what is still built."""
+    """The search for one stage of a network; `search` holds what is still built."""
 
     def __init__(
         self,
@@ -161,10 +160,10 @@ class WaySearch:
         }
 
     def chosen_from(self, ways: str | Sequence[str | Way] | None) -> list[Way]:
-        """Those that are named, today's first; all that this device has where none are.
+        """Returns the named ways, today's first; all that this device supports if `ways` is None.
 
         Raises:
-            ValueError: no such way, or none that this device has.
+            ValueError: there is no such way, or this device supports none of them.
         """
         if ways is None:
             return all_ways(self.model, self.inputs, self.device)
@@ -185,10 +184,12 @@ class WaySearch:
         verified: bool = True,
         profiled: bool = True,
     ) -> StageWays:
-        """Time, verify the fastest, time it once more beside today's and the best of each kind of layers, profile it.
+        """Times the ways, verifies the fastest, times it again beside today's and the best with each kind of layers,
+        and profiles it.
 
-        `wanted` is chosen however slow it is, if it can be and computes the same. Not `verified`, the fastest is
-        chosen, and the caller sees to it that it computes the same. Not `profiled`, nothing says what bounds it.
+        `wanted` is chosen however slow it is, if it can be built and computes the same. If not `verified`, the fastest
+        is chosen, and the caller has to check that it computes the same. If not `profiled`, the result does not say
+        what bounds it.
         """
         search = self.search
         search.ways, search.seconds = ways, seconds
@@ -200,7 +201,7 @@ class WaySearch:
             found.finals = self._finals(found)
             times = {name: timing.median_ms for name, timing in found.finals.items()}
             if wanted is None and times and times[TODAY.name] <= times[found.best.name]:
-                # Side by side, it is not faster after all.
+                # Timed again in one run, it is not faster than today's.
                 found.best = best = TODAY
             if profiled:
                 if progress is not None:
@@ -233,7 +234,7 @@ class WaySearch:
     def _fastest_verified(
         self, progress: Progress | None, wanted: Way | None
     ) -> tuple[Way, VerifyReport | None]:
-        """Verifies the ways from the fastest on until one passes, or only the wanted one. Today's needs no
+        """Verifies the ways from the fastest on until one passes, or only the wanted one. Today's way needs no
         verification."""
 
         def candidate() -> WayRow | None:
@@ -256,7 +257,7 @@ class WaySearch:
     def _verify(self, row: WayRow) -> VerifyReport:
         try:
             running = self.search.get(row.way)
-        except Exception as error:  # it was built once, but memory may be short now
+        except Exception as error:  # it was built once, but there may be less memory now
             return VerifyReport(failures=[f"it cannot be built again: {error}".partition("\n")[0]])
         return verify_way(self._original(), running, self.inputs, seed=self.seed)
 

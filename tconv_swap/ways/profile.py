@@ -1,4 +1,4 @@
-"""Says in one line what bounds a network: the CPU that launches its kernels, or which kinds of kernels."""
+"""Says in one line what bounds a network: the CPU that launches its kernels, or certain kinds of kernels."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ KINDS = (
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS)
 OTHER = "other work"
-#: The most shares of the time that the line names, and the smallest share that it names.
-NAMED, LEAST = 3, 0.05
+#: The largest number of shares that the line names, and the smallest share that it names.
+MAX_NAMED, MIN_SHARE = 3, 0.05
 #: A GPU that works for less than this share of the time waits for the CPU.
 BUSY = 0.75
 RUNS = 5
@@ -54,7 +54,7 @@ def bound_of(run: Callable[[], object], device: torch.device) -> str:
     for _ in range(RUNS):
         run()
     whole_us = (_now(device) - begin) * 1e6
-    # Without a GPU, Kineto prints on stderr that it finds none.
+    # Without a GPU, Kineto would print on stderr that it finds none.
     profiler: Any = (
         profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
         if cuda
@@ -73,11 +73,11 @@ def bound_of(run: Callable[[], object], device: torch.device) -> str:
 
 
 def describe(work: Iterable[tuple[str, float]], whole_us: float | None = None) -> str:
-    """The line.
+    """Returns the line.
 
     Args:
-        work: names of kernels or operators, and the microseconds that each takes in all.
-        whole_us: of the whole, where the work is a GPU's; None where it is the CPU's own.
+        work: names of kernels or operators, and the total microseconds of each.
+        whole_us: the total time, if the work is a GPU's; None if it is the CPU's own.
     """
     shares: dict[str, float] = {}
     for name, us in work:
@@ -85,8 +85,8 @@ def describe(work: Iterable[tuple[str, float]], whole_us: float | None = None) -
     busy = sum(shares.values())
     if busy <= 0:
         return ""
-    largest = sorted(shares.items(), key=lambda item: -item[1])[:NAMED]
-    parts = ", ".join(f"{kind} {us / busy:.0%}" for kind, us in largest if us / busy >= LEAST)
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:MAX_NAMED]
+    parts = ", ".join(f"{kind} {us / busy:.0%}" for kind, us in largest if us / busy >= MIN_SHARE)
     if whole_us is None:
         return f"bound by {largest[0][0]}; of the operators' time: {parts}"
     used = min(1.0, busy / whole_us) if whole_us > 0 else 1.0

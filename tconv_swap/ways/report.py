@@ -1,5 +1,5 @@
-"""The result of `optimize`: the ways of each stage, the fastest that was verified, and what bounds the network in
-it."""
+"""Defines the result of `optimize`: the ways of each stage, the fastest one that was verified, and what bounds the
+network in it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StageWays:
     Attributes:
         stage: `forward` (eval mode, no gradients) or `step` (a training step).
         rows: one for each way, in the order in which they were tried.
-        best: the way that was chosen; `TODAY` where none is faster.
+        best: the way that was chosen; `TODAY` if none is faster.
         finals: the chosen way, the best with each kind of layers and today's, timed once more, interleaved in one run.
-        verification: of the chosen way; None where nothing was chosen but how the network runs today.
-        bound: one line on what bounds the network in the chosen way; `""` where it was not profiled.
-        notes: one line each.
+        verification: that of the chosen way; None if today's way was chosen.
+        bound: one line on what bounds the network in the chosen way; `""` if it was not profiled.
+        notes: lines.
     """
 
     stage: WayStage
@@ -44,13 +44,13 @@ class StageWays:
 
     @property
     def our_best(self) -> WayRow | None:
-        """The fastest with layers of ours, fused or not, that was not found wrong."""
+        """Returns the fastest way with our layers, fused or not, that was not found wrong."""
         found = [self.best_of(layers.name) for layers in LAYERS if layers is not PYTORCH]
         return fastest_of([row for row in found if row is not None])
 
     @property
     def ours_in_the_same_way(self) -> WayRow | None:
-        """Our layers in the best way of PyTorch's layers; None if that was not timed."""
+        """Returns our layers in the best way of PyTorch's layers; None if that was not timed."""
         theirs = self.best_of(PYTORCH.name)
         if theirs is None:
             return None
@@ -77,8 +77,8 @@ class WaysReport:
     """The result of `optimize`.
 
     Attributes:
-        stages: what was searched: the forward pass, a training step, or both.
-        environment: as `measurement.environment.environment` tells it.
+        stages: the stages that were searched: the forward pass, a training step, or both.
+        environment: the result of `measurement.environment.environment`.
         method: how it was measured.
     """
 
@@ -91,7 +91,7 @@ class WaysReport:
 
     @property
     def chosen(self) -> StageWays:
-        """The stage that the network is prepared for: a training step where that was searched."""
+        """Returns the stage that the network is prepared for: a training step if that was searched."""
         return self.stages[-1]
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tconv_swap.ways.way import Way, in_layout
 
 #: The number of versions of one piece of code that Dynamo keeps. The ways of one network are such versions. PyTorch's
 #: own limit is 8.
-MOST_VERSIONS = 64
+MAX_VERSIONS = 64
 #: The number of calls after which a compiled graph has warmed up, recorded and replayed.
 COMPILED_RUNS = 3
 
@@ -28,23 +28,23 @@ class WayWarning(UserWarning):
 
 
 class Running(nn.Module):
-    """Calls the network in a way, for inputs like those it was built with; others run eagerly, with one warning.
+    """Calls the network in a way, for inputs like those it was built with; other calls run eagerly, with one warning.
 
-    Built for serving, it computes in eval mode and without gradients; built for training, it is called, differentiated
-    and optimised like the network itself. What it returns belongs to the caller, as in eager mode.
+    If built for serving, it computes in eval mode and without gradients; if built for training, it is called,
+    differentiated and optimised like the network itself. Its results belong to the caller, as in eager mode.
 
     Attributes:
-        network: what it runs; its modes are this module's.
-        way: how.
-        for_training: what it was built for.
-        warned: whether a call that it was not built for was warned of already.
-        calls: how many calls have run in the way, and not eagerly for want of a fitting shape or mode.
+        network: the network that it runs; the modes of the network are those of this module.
+        way: the way in which it runs.
+        for_training: whether it was built for training.
+        warned: whether it has already warned of a call that it was not built for.
+        calls: the number of calls that have run in the way, and not eagerly.
     """
 
     network: nn.Module
 
     def __init__(self, network: nn.Module, way: Way, *, for_training: bool) -> None:
-        # The network is no submodule: its layers have their own names here.
+        # The network is not a submodule: the names of its layers would get a prefix.
         object.__setattr__(self, "network", network)
         super().__init__()
         for names in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -94,20 +94,20 @@ class Running(nn.Module):
         return inputs
 
     def _circumstances(self, inputs: Inputs) -> dict[str, object]:
-        """Returns what a compiled or captured call depends on, by readable names."""
+        """Returns everything that a compiled or captured call depends on, with readable names."""
         tensors = [tensor for _, tensor in inputs.named_tensors()]
         kinds = sorted({tensor.device.type for tensor in tensors})
         found: dict[str, object] = {
             "the inputs' shapes": [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors],
             "which inputs require gradients": [tensor.requires_grad for tensor in tensors],
-            "arguments that are no tensors": inputs.map(_no_tensor),
+            "arguments that are not tensors": inputs.map(_no_tensor),
             "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
             "whether gradients are wanted": torch.is_grad_enabled(),
             "the network's modes": [module.training for module in self.network.modules()],
         }
         if self.way.runtime == "graph":  # a compiled graph has its own guards
             held = (*self.network.parameters(), *self.network.buffers())
-            found["where the parameters lie"] = [tensor.data_ptr() for tensor in held]
+            found["the addresses of the parameters"] = [tensor.data_ptr() for tensor in held]
         return found
 
     def _warn(self, differing: list[str]) -> None:
@@ -121,7 +121,8 @@ class Running(nn.Module):
         )
 
     def built_for(self, inputs: Inputs, build: Callable[[Inputs], Callable[[Inputs], Any]]) -> None:
-        """Call `build` with the inputs in the way's layout, and use what it returns for calls like this one."""
+        """Calls `build` with the inputs in the way's layout, and uses the function that it returns for calls like this
+        one."""
         self._built_for = self._circumstances(inputs)
         self.built = build(self._laid_out(inputs))
 
@@ -152,15 +153,15 @@ class Running(nn.Module):
 def build(
     network: nn.Module, way: Way, inputs: Inputs, *, training: bool, loss: Loss | None = None
 ) -> Running:
-    """Returns the network, run in a way. It must already have the way's layers and layout.
+    """Returns the network, running in a way. It must already have the way's layers and layout.
 
     Args:
-        network: with the layers of the way; put into train or eval mode, and into the way's layout, and run;
-            parameters, buffers, gradients and random states come out as they went in.
+        network: the network with the layers of the way. It is put into train or eval mode and into the way's layout,
+            and run; its parameters, buffers, gradients and random states are restored.
         way: how to run it.
-        inputs: like those of the calls to come: shapes, dtypes, device, which of them require gradients, autocast.
-        training: with a backward pass; otherwise in eval mode and without gradients.
-        loss: of the runs that compile the backward pass; `sum_of_squares` if None.
+        inputs: inputs like those of later calls: shapes, dtypes, device, which of them require gradients, autocast.
+        training: with a backward pass; False: eval mode without gradients.
+        loss: the loss of the runs that compile the backward pass; `sum_of_squares` if None.
 
     Raises:
         Exception: whatever the compiler or the capture raises.
@@ -175,7 +176,7 @@ def build(
             return running
         from torch._dynamo import config  # takes seconds, and is only needed here
 
-        with preserved(running), config.patch(recompile_limit=MOST_VERSIONS):
+        with preserved(running), config.patch(recompile_limit=MAX_VERSIONS):
             running.built_for(inputs, running.compiled)
             for _ in range(COMPILED_RUNS):
                 output = inputs.map(_copy)(running)
@@ -197,5 +198,5 @@ def _no_tensor(_: Tensor) -> None:
 def _same(value: object, other: object) -> bool:
     try:
         return bool(value == other)
-    except (RuntimeError, ValueError):  # arrays do not say whether they are equal as a whole
+    except (RuntimeError, ValueError):  # comparing arrays gives no single truth value
         return False

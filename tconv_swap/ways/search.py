@@ -1,8 +1,8 @@
 """Finds the fastest way: tries the ways in turn within a time limit, leaves out those that cannot win, and keeps what
 it has measured.
 
-Knows neither networks nor devices: `build` and `measure` are given. Every way is timed beside the reference, the way
-that the network runs in today, so that a drift of the machine meets both.
+It knows neither networks nor devices: `build` and `measure` are given. Every way is timed beside the reference, the way
+in which the network runs today, so that a drift of the machine affects both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger("tconv_swap")
 
 _R = TypeVar("_R")
 
-#: By default.
+#: The default of `Search.hopeless`.
 HOPELESS = 1.5
-#: Seconds that building and timing a way are expected to take before a way with the same runtime was tried.
+#: The seconds that building and timing a way are expected to take before a way with the same runtime was tried.
 FIRST_GUESS_S: dict[Runtime, float] = {"eager": 2.0, "graph": 4.0, "compile+graph": 40.0, "compile": 40.0}
-#: A gain up to this factor is no reason for a way that requires more of the network.
+#: A gain up to this fraction is no reason for a way that requires more of the network.
 EQUAL_WITHIN = 0.01
 NO_TIME = "no time left"
 INTERRUPTED = "interrupted"
@@ -43,12 +43,12 @@ class WayRow:
     """One way: its time and the reference's, or why it was not timed.
 
     Attributes:
-        way: which.
-        reference: what the network takes today, of the same run; None where it was not timed.
-        timing: what it takes.
-        why_not: why it was not timed; `""` where it was.
-        failure: why it is not to be chosen although it was timed: it does not compute the same; `""` else.
-        verified: whether it was found to compute the same; None where nobody looked.
+        way: the way.
+        reference: the time of the network today, from the same run; None if it was not timed.
+        timing: the time of the way.
+        why_not: why it was not timed; `""` if it was.
+        failure: why it cannot be chosen although it was timed: it does not compute the same; otherwise `""`.
+        verified: whether it was found to compute the same; None if that was not checked.
     """
 
     way: Way
@@ -60,7 +60,7 @@ class WayRow:
 
     @property
     def speedup(self) -> float:
-        """Over today; 0 where it was not timed."""
+        """Returns the speedup over today; 0 if it was not timed."""
         if self.reference is None or self.timing is None:
             return 0.0
         return self.reference.median_ms / self.timing.median_ms
@@ -95,14 +95,14 @@ class Search(Generic[_R]):
     """One search over `ways`, the first of which is the reference.
 
     Attributes:
-        build: makes what runs in a way, or raises.
-        measure: times one of them beside the reference's: (reference, way); given the same object twice, it times that.
-        seconds: begin no further way that would take longer; None: no limit. The reference is always timed.
+        build: builds what runs in a way, or raises.
+        measure: times one of them beside the reference: (reference, way); for the same object twice, it times that one.
+        seconds: no further way is started that would take longer; None: no limit. The reference is always timed.
         hopeless: a layout is not compiled if, uncompiled, it takes longer than another layout by this factor.
-        now: a clock, seconds.
+        now: a clock in seconds.
         rows: one for each way, in their order.
         built: those that are still built.
-        notes: what a user should know.
+        notes: what the user should know.
         interrupted: whether Ctrl-C has ended it.
     """
 
@@ -118,11 +118,11 @@ class Search(Generic[_R]):
     interrupted: bool = False
 
     def run(self, progress: Progress | None = None) -> None:
-        """Try all ways. Ctrl-C ends it: what was measured by then stays.
+        """Tries all ways. Ctrl-C ends the search; what was measured until then stays.
 
         Raises:
             KeyboardInterrupt: before the reference was timed.
-            Exception: whatever building or timing the reference raises; that of another way is its `why_not`.
+            Exception: whatever building or timing the reference raises; the error of another way becomes its `why_not`.
         """
         begin = self.now()
         costs = dict(FIRST_GUESS_S)
@@ -139,12 +139,12 @@ class Search(Generic[_R]):
             except KeyboardInterrupt:
                 if not place:
                     raise
-                interruption.obeyed()
+                interruption.forget_interruption()
                 self.interrupted = True
                 self.notes.append(f"interrupted: {place} of {len(self.ways)} ways were tried")
                 self.rows += [WayRow(later, why_not=INTERRUPTED) for later in self.ways[place:]]
                 return
-            except torch.AcceleratorError:  # the GPU has failed: nothing after it can be believed
+            except torch.AcceleratorError:  # the GPU has failed: no later result can be trusted
                 raise
             except Exception as error:  # a network, a compiler or a capture may raise anything
                 if not place:
@@ -153,7 +153,7 @@ class Search(Generic[_R]):
                 self.rows.append(WayRow(way, why_not=_reason(error)))
                 self._drop(way)
             costs[way.runtime] = self.now() - started
-            if way.runtime == "eager":  # nothing is built faster
+            if way.runtime == "eager":  # no other runtime is built faster
                 costs = {runtime: max(cost, costs["eager"]) for runtime, cost in costs.items()}
 
     def _announced(self, way: Way, place: int, costs: dict[Runtime, float]) -> str:
@@ -164,14 +164,14 @@ class Search(Generic[_R]):
         return f"trying {way}, at most {max(left, 1):.0f} s to go{needs}"
 
     def best(self, layers: str | None = None) -> WayRow | None:
-        """As `fastest_of` the rows."""
+        """Returns the result of `fastest_of` for the rows."""
         return fastest_of(self.rows, layers)
 
     def row(self, way: Way) -> WayRow | None:
         return next((row for row in self.rows if row.way == way), None)
 
     def change(self, way: Way, **found: Any) -> None:
-        """Record what was found out about a way."""
+        """Changes the row of a way."""
         self.rows = [replace(row, **found) if row.way == way else row for row in self.rows]
 
     def get(self, way: Way) -> _R:
@@ -204,7 +204,7 @@ class Search(Generic[_R]):
         return ""
 
     def _hopeless(self, way: Way) -> str:
-        """Returns why a way cannot win, judging by the measurements so far."""
+        """Returns why a way cannot win, judged by the measurements so far."""
         same = [row for row in self.rows if row.way.layers == way.layers]
         for row in same:
             failed = row.why_not and not row.why_not.startswith(("not tried: ", NO_TIME))

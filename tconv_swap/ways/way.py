@@ -21,7 +21,7 @@ Runtime = Literal["eager", "graph", "compile+graph", "compile"]
 LAYOUTS: tuple[Layout, ...] = ("as it is", "channels_last")
 #: In the order in which they are tried; those that are built fastest come first.
 RUNTIMES: tuple[Runtime, ...] = ("eager", "graph", "compile+graph", "compile")
-#: Where PyTorch captures CUDA graphs.
+#: The device types on which PyTorch captures CUDA graphs.
 GRAPH_DEVICES = ("cuda",)
 
 STATIC_SHAPES = "static shapes: inputs of another shape run eagerly"
@@ -30,9 +30,9 @@ REQUIREMENTS: dict[Runtime, tuple[str, ...]] = {
     "graph": (
         STATIC_SHAPES,
         "no control flow that depends on data, and no wait for the GPU in forward",
-        "Python in forward, hooks included, runs at the capture alone",
+        "Python in forward, hooks included, runs only at the capture",
         "random numbers from PyTorch's default generator",
-        "parameters stay where they are in memory",
+        "parameters keep their place in memory",
         "one forward pass at a time between two backward passes",
     ),
     "compile+graph": (
@@ -52,7 +52,7 @@ REQUIREMENTS: dict[Runtime, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layers:
-    """Whose layers a network is run with: a name for the user, a title for a reader, and what makes them so.
+    """The layers with which a network runs: a name for the user, a title for the reader, and what makes the layers.
 
     `make` changes the network that it is given and returns it.
     """
@@ -63,7 +63,7 @@ class Layers:
 
 
 def _ours(network: nn.Module) -> nn.Module:
-    """Swaps a network, unless it is swapped already: then it keeps the layers that its user chose."""
+    """Swaps a network, unless it is swapped already: then it keeps the layers that the user chose."""
     if any(isinstance(module, SWAPPED) for module in network.modules()):
         return network
     with warnings.catch_warnings():
@@ -95,19 +95,19 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For example `ours+channels_last+compile+graph`. Defaults are left out."""
+        """Returns for example `ours+channels_last+compile+graph`. Defaults are left out."""
         layout = "" if self.layout == "as it is" else self.layout
         runtime = "" if self.runtime == "eager" else self.runtime
         return "+".join(part for part in (self.layers, layout, runtime) if part)
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What it requires of the network and of how it is called; one line each."""
+        """Returns what the way requires of the network and of its calls; one line each."""
         return REQUIREMENTS[self.runtime]
 
     @property
     def graph(self) -> bool:
-        """Whether it replays CUDA graphs."""
+        """Returns whether it replays CUDA graphs."""
         return "graph" in self.runtime
 
     @property
@@ -118,7 +118,7 @@ class Way:
         return self.name
 
 
-#: How a network runs by default.
+#: The way in which a network runs by default.
 TODAY = Way(PYTORCH.name)
 
 
@@ -135,7 +135,7 @@ def parse_way(text: str) -> Way:
     for word in words:
         if word not in known:
             raise ValueError(
-                f"{word!r} is no part of a way: expected some of {', '.join(known)}, joined by +"
+                f"{word!r} is not part of a way: expected some of {', '.join(known)}, joined by +"
             )
     chosen = [name for name in names if name in words]
     if len(chosen) > 1 or len(set(words)) < len(words):
@@ -158,8 +158,9 @@ def parse_way(text: str) -> Way:
 def all_ways(network: nn.Module, inputs: Inputs, device: torch.device) -> list[Way]:
     """Returns every way that the device supports: `TODAY`, then those that are built fastest.
 
-    channels_last is left out where the network and its inputs lie so already, or where no tensor has four sizes. Norms
-    and activations are fused on CUDA, where the network has some that can be; a compiler fuses its own.
+    channels_last is left out if the network and its inputs have this layout already, or if no tensor has four
+    dimensions. Norms and activations are fused on CUDA, if the network has some that can be; a compiler fuses them
+    itself.
     """
     fuses = device.type == "cuda" and any(block.swap for block in plan_swap(network, fuse="all").blocks)
     layouts = LAYOUTS if _layouts_differ(network, inputs) else LAYOUTS[:1]

@@ -13,7 +13,7 @@ from benchmarks.ablation_report import report
 from benchmarks.ablation_rows import FALLBACKS, regrets, verdicts, worst, worth_of
 from benchmarks.families import APART, PYTORCH, chosen, family_of, plans_of
 from benchmarks.kernels import problem_of
-from benchmarks.random_layers import CLASSES, MOST_ELEMENTS, MOST_MACS, OTHER, class_of, random_layers
+from benchmarks.random_layers import CLASSES, MAX_ELEMENTS, MAX_MACS, OTHER, class_of, random_layers
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.plan import with_weight_layout
 from tconv_swap.kernels.problem import Problem
@@ -43,8 +43,8 @@ def test_at_least_60_random_layers_of_every_class_of_moderate_size() -> None:
     assert [class_of(layer.geometry) for layer in DRAWN] == list(CLASSES) * (len(DRAWN) // len(CLASSES))
     for layer in DRAWN:
         g = layer.geometry
-        assert max(math.prod(g.input_shape), math.prod(g.output_shape)) <= MOST_ELEMENTS
-        assert g.macs <= MOST_MACS
+        assert max(math.prod(g.input_shape), math.prod(g.output_shape)) <= MAX_ELEMENTS
+        assert g.macs <= MAX_MACS
     sizes = [size for layer in DRAWN for size in layer.geometry.input_shape[1:]]
     assert sum(size % 8 != 0 for size in sizes) >= len(sizes) / 4
 
@@ -132,7 +132,7 @@ def test_every_family_of_the_package_is_listed_for_a_layer() -> None:
     assert found == {name for name in sources if not name.startswith(helpers) and not name.endswith(ends)}
 
 
-def test_the_ways_by_a_copy_are_told_from_those_without() -> None:
+def test_plans_that_copy_have_other_names_than_those_that_do_not() -> None:
     assert {"forward_implicit_gemm_wgmma", "nchw_to_nhwc forward_implicit_gemm_tma"} <= families(
         "cyclegan1", "tf32", "nchw", "forward"
     ).keys()
@@ -152,7 +152,7 @@ def test_what_the_rule_takes_is_among_what_is_measured(case: tuple[str, str, str
     assert taken in {*found, PYTORCH} | ({APART} if stage == "gradients" else set())
 
 
-def test_the_rule_takes_pytorch_where_ours_would_be_the_general_kernel() -> None:
+def test_the_rule_takes_pytorch_instead_of_the_general_kernel() -> None:
     problem = posed("vocoder_1", "fp16", "nchw", "forward")
     assert list(plans_of(problem, "forward", True, H200)) == ["forward_general"]
     assert chosen(problem, "forward", True, H200, ["forward_general"]) == PYTORCH
@@ -183,25 +183,25 @@ def test_the_worth_of_a_family_is_a_geometric_mean_of_the_next_best() -> None:
 
 
 @pytest.mark.parametrize(("gain", "keeps"), [(1.009, False), (1.011, True)])
-def test_a_family_stays_that_is_worth_more_than_a_hundredth_of_its_stage(gain: float, keeps: bool) -> None:
+def test_a_family_worth_more_than_a_hundredth_of_its_stage_is_kept(gain: float, keeps: bool) -> None:
     rows = [made_up({"pytorch": gain, "a": 1}, layer=str(n)) for n in range(4)]
     assert [(one.family, one.keeps) for one in verdicts(rows)] == [("a", keeps)]
 
 
 @pytest.mark.parametrize(("gain", "keeps"), [(1.29, False), (1.31, True)])
-def test_a_family_stays_that_is_worth_much_on_a_class(gain: float, keeps: bool) -> None:
+def test_a_family_worth_much_on_one_class_is_kept(gain: float, keeps: bool) -> None:
     rare = [made_up({"pytorch": gain, "a": 1}, layer=f"rare {n}", layer_class="pose") for n in range(3)]
     rest = [made_up({"pytorch": 1, "b": 9}, layer=str(n)) for n in range(200)]
     found = {one.family: one.keeps for one in verdicts(rare + rest)}
     assert found == {"a": keeps, "b": False}
 
 
-def test_of_two_that_do_the_same_one_goes() -> None:
+def test_one_of_two_equal_families_is_dropped() -> None:
     rows = [made_up({"pytorch": 2, "a": 1, "b": 1.001}, layer=str(n)) for n in range(4)]
     assert [(one.family, one.keeps) for one in verdicts(rows)] == [("b", False), ("a", True)]
 
 
-def test_what_other_gpus_need_stays() -> None:
+def test_families_that_other_gpus_need_are_kept() -> None:
     rows = [made_up({"pytorch": 1, "forward_implicit_gemm_mma": 2}, layer=str(n)) for n in range(4)]
     assert [(one.keeps, one.fallback) for one in verdicts(rows)] == [(True, True)]
     assert "forward_general" in FALLBACKS
@@ -216,6 +216,6 @@ def test_the_regret_of_the_rule() -> None:
     (found,) = regrets(rows)
     assert (found.rows, found.mean, found.largest, found.above) == (2, pytest.approx(2**0.5), 2, 1)
     assert [one.layer for one in worst(rows)] == ["1"]
-    told = report(rows)
-    assert "| forward | 2 | 1.414 | 2.00 | 1 |" in told
-    assert "| 1 (1x1) | tf32 nchw forward | a 2.0 us | pytorch 1.0 us | 2.00 |" in told
+    text = report(rows)
+    assert "| forward | 2 | 1.414 | 2.00 | 1 |" in text
+    assert "| 1 (1x1) | tf32 nchw forward | a 2.0 us | pytorch 1.0 us | 2.00 |" in text

@@ -21,7 +21,8 @@ from benchmarks.families import APART, PYTORCH, family_of
 from benchmarks.kernels import problem_of
 from benchmarks.measuring_process import NotStartedError, StoppedError, TaskError
 from benchmarks.random_layers import CLASSES, class_of
-from benchmarks.sweep import Part, Results, prepared
+from benchmarks.sweep import Results, prepared
+from benchmarks.sweep_options import Part
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import LAYOUTS, MODES
 from tconv_swap.measurement.suite import Layer
@@ -76,7 +77,7 @@ def test_every_family_is_measured_against_pytorchs_result(
 
 
 @pytest.mark.usefixtures("_no_compiler")
-def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_wrong_or_do_not_run_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(replace(TASK, direction="forward"))
     wrong, refused = list(ready.stages["forward"].plans)[:2]
     add, run = GPU.add_plan, GPU.launch
@@ -105,14 +106,14 @@ def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_no_compiler")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_where_pytorch_is_wrong_float64_says_so(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_decides_if_pytorch_is_wrong(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(replace(TASK, direction=direction))
-    pytorchs = ablation_measure.pytorchs
+    by_pytorch = ablation_measure.by_pytorch
 
     def wrong(*arguments: Any) -> list[torch.Tensor]:
-        return [1.5 * result for result in pytorchs(*arguments)]
+        return [1.5 * result for result in by_pytorch(*arguments)]
 
-    monkeypatch.setattr(ablation_measure, "pytorchs", wrong)
+    monkeypatch.setattr(ablation_measure, "by_pytorch", wrong)
     with pretended_gpu(monkeypatch):
         rows = measure(ready, CPU, H200.architecture, timed, lambda _: None)
     for row in rows:
@@ -124,7 +125,7 @@ def test_where_pytorch_is_wrong_float64_says_so(direction: str, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("_no_compiler")
-def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_far_too_slow_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(replace(TASK, direction="forward"))
     slow = next(iter(ready.stages["forward"].plans))
     add, run = GPU.add_plan, GPU.launch
@@ -215,7 +216,7 @@ def run(
     return SWEEP.run(waiting, results, at_once, process, path, seconds_left)
 
 
-def test_a_run_that_ends_early_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_is_continued(tmp_path: Path) -> None:
     path, left = tmp_path / "found.json", iter([9.0, 5.0, 0.0])
     assert not run(Process(), path, no_results(), lambda: next(left))
     kept = load(path)
@@ -228,7 +229,7 @@ def test_a_run_that_ends_early_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert '"verdicts"' in path.read_text()
 
 
-def test_it_saves_every_half_minute(tmp_path: Path) -> None:
+def test_the_file_is_saved_every_half_minute(tmp_path: Path) -> None:
     path, left = tmp_path / "found.json", iter([100.0, 80.0, 69.0, 60.0])
     with pytest.raises(StopIteration):
         run(Process(), path, no_results(), lambda: next(left))
@@ -248,14 +249,14 @@ def test_a_family_that_hangs_is_left_out_and_the_rest_measured(tmp_path: Path) -
 @pytest.mark.parametrize(
     "error", [StoppedError("forward/timing", "died"), StoppedError("forward/pytorch", "died"), TaskError("x")]
 )
-def test_what_cannot_be_measured_is_noted_and_the_rest_goes_on(error: Exception, tmp_path: Path) -> None:
+def test_a_failed_task_is_noted_and_the_others_are_measured(error: Exception, tmp_path: Path) -> None:
     process, results = Process({"channels_last": error}), no_results()
     assert run(process, tmp_path / "found.json", results)
     assert len(results.rows) == len(results.failures) == len(WAITING) // 2
     assert len(results.done) == len(process.asked) == len(WAITING)
 
 
-def test_what_comes_first_is_a_sample_of_the_whole() -> None:
+def test_every_prefix_of_the_tasks_is_a_sample() -> None:
     all_tasks = ablation.tasks(SUITE, DRAWN)
     assert all_tasks == ablation.tasks(SUITE, DRAWN)
     assert len(all_tasks) == len(set(all_tasks))
@@ -275,7 +276,7 @@ def test_a_result_of_another_benchmark_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "other.json")
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_a_line_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -284,7 +285,7 @@ def test_without_a_gpu_it_says_so(
 
 
 @pytest.mark.parametrize("error", [NotStartedError("died"), BrokenExecutor("out of memory")])
-def test_where_nothing_can_go_on_the_rest_is_left_for_another_run(error: Exception, tmp_path: Path) -> None:
+def test_a_broken_pool_leaves_the_rest_for_another_run(error: Exception, tmp_path: Path) -> None:
     process, results = Process({"channels_last": error}), no_results()
     assert not run(process, tmp_path / "found.json", results)
     assert len(results.rows) == len(results.done) == len(WAITING) // 2
@@ -300,7 +301,7 @@ def test_the_report_comes_from_the_file_without_a_gpu(
     assert "| forward | a | 8 | 8 | 2.00 | 2.000 |" in capsys.readouterr().out
 
 
-def test_tasks_come_as_they_are_ready_about_in_their_order() -> None:
+def test_tasks_are_yielded_as_they_become_ready() -> None:
     futures: list[Future[Prepared]] = []
 
     class Pool:
@@ -342,6 +343,6 @@ def test_parts_are_merged_and_nothing_else(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("text", ["2/2", "-1/2", "1", "a/b"])
-def test_a_part_that_is_none(text: str) -> None:
+def test_a_malformed_part_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Part.of_text(text)

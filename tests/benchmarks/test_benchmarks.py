@@ -40,7 +40,7 @@ def test_the_suite_holds_its_baseline_and_ten_more() -> None:
 
 
 @pytest.mark.parametrize("layer", SUITE.layers, ids=lambda layer: layer.name)
-def test_every_geometry_is_one_that_pytorch_takes(layer: Layer) -> None:
+def test_pytorch_takes_every_geometry(layer: Layer) -> None:
     g = layer.geometry
     input, weight = (torch.empty(shape, device="meta") for shape in (g.input_shape, g.weight_shape))
     bias = torch.empty(g.out_channels, device="meta") if layer.bias else None
@@ -55,7 +55,7 @@ def test_every_geometry_is_one_that_pytorch_takes(layer: Layer) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (('name = "kb65"', 'name = "kb57"'), "two layers are called kb57"),
+        (('name = "kb65"', 'name = "kb57"'), "two layers have the name kb57"),
         (("out_channels = 64", "out_chanels = 64"), "out_channels"),
         (("padding = [1, 3]", "pading = [1, 3]"), "layer kb78: unknown pading"),
         (("groups = 4", "groups = 5"), "layer kb75: 64 output channels"),
@@ -106,9 +106,7 @@ def test_the_gradient_of_the_bias_reads_the_gradient_of_the_output() -> None:
 
 @pytest.mark.parametrize("together", [1, 1 << 40], ids=["image by image", "all images at once"])
 @pytest.mark.parametrize("layer", SMALL, ids=lambda layer: layer.name)
-def test_the_truth_is_that_of_the_oracle(
-    layer: Layer, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_truth_equals_the_oracle(layer: Layer, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truth, "COLUMN_BYTES", together)
     g = layer.geometry
     data = make_data(layer, MODES["fp32"], "channels_last", torch.device("cpu"))
@@ -173,7 +171,7 @@ def test_backward_rows_are_all_gradients_together_and_each_alone() -> None:
     assert [row.stage for row in measured("backward", "dcgan2")] == ["backward", "grad_input", "grad_weight"]
 
 
-def test_only_what_is_wanted_needs_a_gradient_and_the_switches_are_set(
+def test_only_wanted_tensors_need_gradients_and_switches_are_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = measure.conv_transpose2d
@@ -221,7 +219,7 @@ def test_an_output_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch)
         measured("forward", layout="channels_last")
 
 
-def test_what_is_not_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_results_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = torch.empty(SMALL_BY_NAME["cyclegan1"].geometry.output_shape)
     right = measure.conv_transpose2d
     calls = []
@@ -237,7 +235,7 @@ def test_what_is_not_written_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not measured("forward")[0].accurate(TARGETS)
 
 
-def test_results_that_change_from_call_to_call_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_change_between_calls_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = measure.conv_transpose2d
     noise = iter(range(1, 100))
     monkeypatch.setattr(
@@ -259,7 +257,7 @@ def test_data_is_the_same_for_every_layout_and_mode() -> None:
             assert data.bias is None
 
 
-def test_modes_set_the_switches_back() -> None:
+def test_modes_restore_the_switches() -> None:
     switch = torch.backends.cudnn.conv
     before = switch.fp32_precision
     for mode in MODES.values():
@@ -315,7 +313,7 @@ def test_every_kernel_is_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("layer", SMALL, ids=lambda layer: layer.name)
-def test_the_plan_that_is_named_is_the_one_that_runs(layer: Layer, mode: Mode, layout: str) -> None:
+def test_the_named_plan_is_the_one_that_runs(layer: Layer, mode: Mode, layout: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     g = layer.geometry
     with mode.switched_on():

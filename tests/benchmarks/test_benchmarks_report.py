@@ -138,7 +138,7 @@ def test_geometric_mean() -> None:
     ]
 
 
-def test_json_gives_back_what_was_measured(tmp_path: Path) -> None:
+def test_json_round_trip_of_results(tmp_path: Path) -> None:
     before = results(row(), row("kb65", math.pi, stage="backward"), failures=("kb71: out of memory",))
     path = tmp_path / "new" / "h200.json"
     before.save(path, TARGETS)
@@ -158,13 +158,13 @@ def test_json_gives_back_what_was_measured(tmp_path: Path) -> None:
         Results.load(path)
 
 
-def test_results_of_nothing_can_be_kept(tmp_path: Path) -> None:
+def test_empty_results_can_be_saved(tmp_path: Path) -> None:
     results(failures=("all: no memory",)).save(tmp_path / "none.json", TARGETS)
     assert Results.load(tmp_path / "none.json").rows == []
     assert "no memory" in render.text(results(failures=("all: no memory",)), TARGETS)
 
 
-def test_the_text_says_what_matters() -> None:
+def test_the_text_names_slow_and_inaccurate_rows() -> None:
     text = render.text(
         results(
             row(),
@@ -228,7 +228,7 @@ def test_the_table_of_means_and_the_chart() -> None:
         assert f">{word}<" in svg
 
 
-def test_the_readme_shows_what_the_results_say(tmp_path: Path) -> None:
+def test_the_readme_matches_the_results(tmp_path: Path) -> None:
     """If this fails: python -m benchmarks.layers --render"""
     readme = tmp_path / "README.md"
     before = layers.README.read_text()
@@ -258,7 +258,7 @@ def test_the_readme_is_filled_from_the_results(tmp_path: Path, monkeypatch: pyte
     assert layers.README.read_text() == text
 
 
-def test_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results(row()).save(tmp_path / "kept.json", TARGETS)
     assert layers.main(["--show", str(tmp_path / "kept.json")]) == 0
     assert capsys.readouterr().out == render.text(results(row()), TARGETS) + "\n"

@@ -57,7 +57,7 @@ def test_one_process_does_all_tasks_until_it_stops() -> None:
     process.stop()
 
 
-def test_a_process_that_does_not_start_is_said_so() -> None:
+def test_a_process_that_does_not_start_raises() -> None:
     process = MeasuringProcess[str, tuple[str, int]](make_nothing, silence_s=3, start_s=60)
     for _ in range(2):
         with pytest.raises(NotStartedError, match="died in its start"):

@@ -64,7 +64,7 @@ def test_other_rows_have_no_best_way() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_a_way_that_computes_something_else_is_no_row(
+def test_a_way_that_computes_something_else_gives_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models_ways, "_apart", lambda *_: 0.06)
@@ -84,7 +84,7 @@ def test_large_networks_and_float16_come_first() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_what_comes_next_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_ways, "TIMING_S", 0.01)
     monkeypatch.setattr(models_ways, "FINAL_S", 0.01)
     heard: list[str] = []

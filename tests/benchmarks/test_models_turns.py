@@ -27,7 +27,7 @@ def case(name: str) -> Case:
     return Case(name, "fp16", "any", "best")
 
 
-def test_one_holds_the_gpu_save_while_it_compiles(tmp_path: Path) -> None:
+def test_one_process_holds_the_gpu_except_while_compiling(tmp_path: Path) -> None:
     entered, left = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -59,7 +59,7 @@ class _Arguments:
         self.callback_trigger = trigger
 
 
-def test_compiling_lets_go_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_releases_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr("benchmarks.models_turns.fcntl.flock", lambda file, how: done.append(str(int(how))))
     with Turn(tmp_path / "turn", CPU):
@@ -104,7 +104,9 @@ def slow(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[
     return {}
 
 
-def test_without_time_nothing_begins_and_what_has_begun_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_time_limit_nothing_starts_and_running_rows_are_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("benchmarks.models_turns.GRACE_SECONDS", 0.5)
     cases = [case(name) for name in ("one", "two", "three")]
     assert dict(rows_by_turns(cases, SETTING, 1, 1, lambda: 0.0, slow)) == {}

@@ -55,7 +55,7 @@ def test_pytorch_takes_every_neighbour(layer: Layer) -> None:
         assert tuple(output.shape) == g.output_shape
 
 
-def test_channels_of_groups_stay_whole() -> None:
+def test_channels_stay_divisible_by_groups() -> None:
     depthwise = Geometry(2, 32, 8, 8, 32, (4, 4), (2, 2), (1, 1), groups=32)
     found = neighbours_of(depthwise)
     assert found["channels +8"] == replace(depthwise, in_channels=40, out_channels=40, groups=40)
@@ -93,7 +93,7 @@ def test_rows_of_a_pretended_gpu(
 
 
 @pytest.mark.usefixtures("_no_compiler")
-def test_what_does_not_run_is_noted_and_the_rest_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_run_is_noted_and_the_rest_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(replace(TASK, direction="forward"), H200, DIRECTIONS)
     refused = ready.stages["forward"]["height +1"][1]
     add = GPU.add_plan
@@ -111,7 +111,7 @@ def test_what_does_not_run_is_noted_and_the_rest_measured(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("_no_compiler")
-def test_what_hangs_is_left_out_unless_it_is_the_layer() -> None:
+def test_a_hanging_neighbour_is_left_out_but_not_the_layer() -> None:
     ready = prepare(replace(TASK, direction="forward"), H200, DIRECTIONS)
     fewer = ready.without("forward/batch +1", "hung")
     assert fewer is not None
@@ -140,7 +140,7 @@ def made_up(times: Mapping[str, float], macs: Mapping[str, int], **changes: Any)
     return replace(row, **changes)
 
 
-def test_what_the_rows_say() -> None:
+def test_the_summary_of_the_rows() -> None:
     rows = [
         made_up({OWN: 10.0, "batch -1": 9.0, "batch +1": 12.0}, {OWN: 2, "batch -1": 1, "batch +1": 3}),
         made_up({OWN: 10.0, "width +1": 30.0}, {OWN: 4, "width +1": 5}, layer="cliff"),
@@ -160,7 +160,7 @@ def test_what_the_rows_say() -> None:
     assert report([]) == "nothing was measured"
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_a_line_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

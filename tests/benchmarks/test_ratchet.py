@@ -34,7 +34,7 @@ def regret(*rows: tuple[str, float, float], failures: tuple[str, ...] = ()) -> d
     }
 
 
-def test_what_is_as_before_holds() -> None:
+def test_equal_results_hold() -> None:
     before = regret(("one", 4.0, 1.0), ("two", 3.0, 2.0))
     verdict = compare(regret(("one", 8.0, 2.0), ("two", 3.0, 2.0), ("new", 2.0, 1.0)), before)
     assert verdict.holds
@@ -64,7 +64,7 @@ def test_a_mean_that_fell(ours: float, fell: int) -> None:
     assert verdict.holds == (not fell)
 
 
-def test_what_is_slower_missing_or_failed() -> None:
+def test_slower_missing_and_failed_rows_are_named() -> None:
     before = regret(("one", 0.9, 1.0), ("gone", 3.0, 2.0))
     verdict = compare(regret(("one", 0.9, 1.0), ("new", 0.98, 1.0), failures=("two: no memory",)), before)
     assert verdict.slower == ("one tf32 nchw forward: 0.90x (0.9 / 1)",)

@@ -51,11 +51,11 @@ def test_the_candidates(name: str, mode: str, layout: str, stage: str) -> None:
     layer = LAYERS[name]
     problem = problem_of(layer, MODES[mode], layout)
     if stage == "forward":
-        ranked = plan.forward_candidates(problem, layer.bias, H200, regret.MOST_PLANS)
+        ranked = plan.forward_candidates(problem, layer.bias, H200, regret.MAX_PLANS)
         taken = plan.plan_forward(problem, layer.bias, H200)
     else:
         problem = plan.with_weight_layout(problem, problem.channels_last)
-        ranked = plan.backward_candidates(problem, MASKS[stage], H200, regret.MOST_PLANS)
+        ranked = plan.backward_candidates(problem, MASKS[stage], H200, regret.MAX_PLANS)
         taken = plan.plan_backward(problem, MASKS[stage], H200)
     found, chosen = candidates(problem, stage, layer.bias, H200)
     families = plans_of(problem, stage, layer.bias, H200)
@@ -67,7 +67,7 @@ def test_the_candidates(name: str, mode: str, layout: str, stage: str) -> None:
     assert len(found) >= min(8, len({made.digest for made in ranked}))
 
 
-def test_where_pytorchs_operator_is_taken() -> None:
+def test_stages_for_which_pytorchs_operator_is_taken() -> None:
     problem = problem_of(LAYERS["vocoder_1"], MODES["fp16"], "nchw")
     found, chosen = candidates(problem, "forward", True, H200)
     assert chosen == PYTORCH
@@ -80,7 +80,7 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_about_1100_rows_of_which_any_beginning_is_a_sample() -> None:
+def test_about_1100_rows_whose_prefixes_are_samples() -> None:
     layers = selection.layers_of("both")
     assert (len(selection.layers_of("suite")), len(selection.layers_of("random"))) == (len(SUITE), 60)
     found = selection.tasks_of(options())
@@ -130,7 +130,7 @@ def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch
     assert "small" in regret.report(kept.rows) or all(row.regret == 1 for row in kept.rows)
 
 
-def test_only_what_is_near_the_fastest_or_taken_is_timed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_calls_near_the_fastest_or_taken_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], int]] = []
     times = {PYTORCH: 9.0, "a": 1.0, "a 2": 1.2, "b": 4.0, "c": 2.0}
 
@@ -154,7 +154,7 @@ def made_up(times: Mapping[str, float], **changes: Any) -> RegretRow:
     return replace(row, **changes)
 
 
-def test_what_the_rows_say() -> None:
+def test_the_summary_of_the_rows() -> None:
     rows = [
         made_up({"a": 1.0, "b": 2.0, PYTORCH: 4.0}),
         made_up({"a": 2.0, "b": 1.0}, layer="slow"),
@@ -174,7 +174,7 @@ def test_what_the_rows_say() -> None:
     assert regret.report([]) == "nothing was measured"
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_a_line_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

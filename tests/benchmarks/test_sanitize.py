@@ -31,7 +31,7 @@ def test_a_source_without_a_case_is_named() -> None:
     assert "forward/general.cu" not in missing
 
 
-def test_shares_hold_every_plan_once() -> None:
+def test_shares_contain_every_plan_once() -> None:
     plans = list(range(11))
     shares = [sanitize.share(f"{first}/4") for first in range(4)]
     assert sorted(plan for first, every in shares for plan in plans[first::every]) == plans
@@ -40,14 +40,16 @@ def test_shares_hold_every_plan_once() -> None:
             sanitize.share(wrong)
 
 
-def test_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_exit_code_is_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sanitize.main([]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_a_wrong_result_is_seen() -> None:
+def test_a_wrong_result_is_detected() -> None:
     facts, device = call.device_facts(0), torch.device("cuda", 0)
     found = sanitize.cases(sanitize.GEOMETRIES[:1], facts, each=1, modes=sanitize.MODES[1:2])
     assert [sanitize.run(case, device, facts.architecture) for case in found] == [""] * len(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 
 from benchmarks import sweep
 from benchmarks.measuring_process import Work
-from benchmarks.sweep import Results, Sweep, add_options, shuffled
+from benchmarks.sweep import Results, Sweep, shuffled
+from benchmarks.sweep_options import make_parser
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,12 @@ def _summary(rows: Sequence[Found]) -> dict[str, Any]:
 DOUBLES = Sweep[Number, Doubled, Found]("doubles", double, _make, Found, str, _report, _summary)
 
 
-def test_a_run_in_processes_and_another_that_goes_on(
+def test_a_run_in_processes_and_its_continuation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
-    parser = argparse.ArgumentParser()
-    add_options(parser, 60.0)
+    parser = make_parser("numbers", "", 60.0)
     path = tmp_path / "rows.json"
     tasks = shuffled([Number(value) for value in range(8)], 1)
     assert tasks != sorted(tasks, key=lambda task: task.value)

@@ -23,14 +23,14 @@ def test_a_stream_has_layers_to_swap_and_sizes_that_they_take(stream: varying.St
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
-def test_the_warm_up_is_of_no_size_of_the_stream(stream: varying.Stream) -> None:
+def test_the_warm_up_size_is_not_in_the_stream(stream: varying.Stream) -> None:
     for tiny in (False, True):
         shapes = list(stream.shapes(tiny))
         assert stream.warm_up(tiny) not in shapes
         assert len(set(shapes)) == (2 if stream.name == "last-batch" else len(shapes))
 
 
-def test_what_all_sides_came_through_is_compared() -> None:
+def test_only_calls_that_all_sides_finished_are_compared() -> None:
     sides = {
         "pytorch": {"first": [1.0, 2.0, 3.0], "again": [0.5, 0.5]},
         "cold": {"first": [4.0, 5.0], "again": []},
@@ -54,7 +54,7 @@ def test_the_program_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "mask-head" in capsys.readouterr().out
 
 
-def test_a_process_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varying, "_in_a_process", lambda *_: {"error": "killed"})
     path = tmp_path / "varying.json"
     assert varying.main(["--device", "cpu", "--tiny", "--stream", "hifigan", "--json", str(path)]) == 1

@@ -48,7 +48,7 @@ def network() -> nn.Sequential:
 
 
 def swapped(*arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    """The JSON of a swap on the CPU, and what it printed."""
+    """Returns the JSON of a swap on the CPU, and its output."""
     options = ("--out", "fast.pt", "--input-shape", "4,3,6,6", "--device", "cpu", "--json", "result.json")
     result = run("model.pt", *options, *arguments)
     assert result.exit_code == code, result.output
@@ -144,7 +144,7 @@ def test_a_fault_of_none_by_itself_leaves_all_out() -> None:
     report = VerifyReport()
     report.failures.append("output: too far away")
     assert choice.leave_failing(report)
-    assert choice.left == dict.fromkeys(
+    assert choice.left_out == dict.fromkeys(
         "14", "the network does not verify with it, and no block by itself fails"
     )
     assert not choice.leave_failing(report)

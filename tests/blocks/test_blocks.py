@@ -57,7 +57,7 @@ def fused(model: nn.Sequential, fuse: str = "blocks") -> nn.Sequential:
 
 
 def compare(original: nn.Module, swapped: nn.Module, x: Tensor) -> None:
-    """Outputs, gradients and buffers."""
+    """Returns outputs, gradients and buffers."""
     outputs, gradients = [], []
     for model in (original, swapped):
         given = x.clone().requires_grad_()
@@ -251,7 +251,7 @@ def test_an_activation_of_no_kernel_has_its_reason() -> None:
 
 
 class Branching(InForward):
-    """The norm's output goes elsewhere too."""
+    """A network that also uses the norm's output elsewhere."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.up(x))

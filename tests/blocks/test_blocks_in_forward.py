@@ -1,4 +1,4 @@
-"""Norm and activation as one inside of a ``forward`` that somebody wrote: what is proven, and what changes later."""
+"""Norm and activation as one inside a user's own ``forward``: what is proven, and what happens after changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
 
 class Residual(nn.Module):
-    """As torchvision's Bottleneck: one activation for all, a sum in place, a part that may be missing."""
+    """Like torchvision's Bottleneck: one activation for all, a sum in place, a part that may be missing."""
 
     def __init__(self) -> None:
         super().__init__()

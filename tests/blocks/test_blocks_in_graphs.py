@@ -1,6 +1,6 @@
-"""What stands for a block in a compiler's graph and in an exported program: the layer's op, then PyTorch's operators.
+"""A block in a compiler's graph and in an exported program: the op of the layer, then PyTorch's operators.
 
-A compiler fuses these with what is around them; an op of ours in their place it could not."""
+A compiler fuses PyTorch's operators with those around them, which it could not do with an op of ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
 
 class InForward(nn.Module):
-    """A block in somebody's own ``forward``, and an activation that is called twice."""
+    """A block in a user's own ``forward``, and an activation that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def image() -> Tensor:
 
 
 def graphs_of(model: nn.Module, training: bool) -> tuple[list[list[str]], list[Tensor]]:
-    """The operators of every graph, and what they compute."""
+    """Returns the operators of every graph, and the result."""
     graphs: list[list[str]] = []
 
     def keep(made: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""A block that computes something else is found, by itself and by name: statistics, slope, momentum, gradients."""
+"""The verification finds a wrong block and names it: statistics, slope, momentum, gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks with fused blocks inside something: DDP on two processes, averaged weights, DataParallel's replicas, SGD."""
+"""Wrapped networks with fused blocks: DDP on two processes, averaged weights, DataParallel's replicas, SGD."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_averaged_weights(use_buffers: bool, kernels: Pretended) -> None:
 
 
 def test_replicas_compute_by_the_modules(kernels: Pretended) -> None:
-    """As nn.DataParallel makes them: each call is of another module, of which nothing is proven."""
+    """nn.DataParallel makes new replicas for each call; nothing is proven of them before."""
     original = network().eval()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
     replica = copy.copy(swapped[3])

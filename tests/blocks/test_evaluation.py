@@ -1,4 +1,4 @@
-"""Blocks in evaluation as one program: which calls go by it, what they are known by, and what is never stale.
+"""Blocks in evaluation as one program: which calls use it, the key of their plans, and that results are never stale.
 
 On a pretended GPU."""
 
@@ -58,7 +58,7 @@ def images(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check(made: nn.Sequential, gpu: Pretended, blocks: int = 1, x: Tensor | None = None) -> nn.Sequential:
-    """Returns the swapped network, of whose blocks so many go by one program, and which computes the same."""
+    """Returns the swapped network, after checking its results and how many of its blocks use one program."""
     x = images() if x is None else x
     ours = swapped(made)
     before = gpu.blocks
@@ -90,7 +90,7 @@ def test_off_cuda_the_modules_compute_it() -> None:
     assert evaluation.block_output(*given, words, "kernel") is None
 
 
-# What is computed so
+# Which blocks use one program
 
 ACTIVATIONS = (
     *(
@@ -136,7 +136,7 @@ def test_every_layout(form: torch.memory_format, gpu: Pretended) -> None:
     x = images().to(memory_format=form)
     assert swapped(made)(x).is_contiguous(memory_format=form)
     check(made, gpu, x=x)
-    # Every other column, and at an address that kernels do not read from.
+    # One input has every other column, one begins at an address that is not aligned.
     check(made, gpu, x=torch.randn(2, 16, 5, 12)[..., ::2])
     check(made, gpu, x=torch.cat((torch.zeros(1), x.flatten()))[1:].view(x.shape))
 
@@ -184,7 +184,7 @@ def test_an_autocast_casts_what_the_layer_reads(gpu: Pretended) -> None:
     assert gpu.blocks == 2
 
 
-# Nothing stale
+# No stale results
 
 
 def test_statistics_and_parameters_are_read_at_the_call(gpu: Pretended) -> None:
@@ -226,7 +226,7 @@ def test_a_training_step_between_changes_what_the_next_evaluation_reads(gpu: Pre
     assert gpu.blocks == 2
 
 
-# The other way
+# What the modules compute
 
 
 def test_a_frozen_norm_inside_training(gpu: Pretended) -> None:

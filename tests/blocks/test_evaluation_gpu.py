@@ -41,7 +41,7 @@ def images(batch: int = 5) -> Tensor:
 
 
 class Counted:
-    """How often ``call.evaluated`` computed a block, while it stands in for it."""
+    """Counts how often ``call.evaluated`` computes a block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks, evaluated = 0, call.evaluated
@@ -55,14 +55,14 @@ class Counted:
 
 
 def check(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch, blocks: int = 4) -> None:
-    """No further from float64 than PyTorch's modules."""
+    """Checks that the error against float64 is not larger than that of PyTorch's modules."""
     swapped = tconv_swap.swap_layers(model, fuse="blocks", inplace=False)
     counted = Counted(monkeypatch)
-    # Also where "auto" would take PyTorch's operator.
+    # Our kernels are used also where "auto" would use PyTorch's operator.
     for layer in swapped.modules():
         if isinstance(layer, tconv_swap.ConvTranspose2d):
             layer.tconv_backend = "kernel"
-    # PyTorch's operator does not take TF32 for all that it may take it for.
+    # PyTorch's operator does not use TF32 everywhere it is allowed.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     with torch.no_grad():
         ours, theirs = swapped(x), model(x)
@@ -140,7 +140,7 @@ def test_one_launch_behind_the_packing_and_none_of_a_norm() -> None:
 
 
 def test_its_kinds_of_calls_are_told_apart() -> None:
-    """The epilogue is a part of what a call is known by."""
+    """The epilogue is part of the key of a call plan."""
     cuda_call.forget()
     x = images()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A call of a norm and its activation, as csrc/norm.h makes it: who is asked, and what the node saves and hands on.
+"""A call of a norm and its activation by csrc/norm.h: which calls Python plans, and what the node saves and returns.
 
 On a pretended GPU."""
 
@@ -29,7 +29,7 @@ def ours(norm: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Ten
     return output
 
 
-# Who computes
+# What our kernels compute
 
 
 def test_no_kernel_of_pythons_is_on_the_way() -> None:
@@ -53,7 +53,7 @@ def test_python_is_asked_once_for_each_kind_of_call(gpu: Pretended, cls: type[nn
 
 
 def test_no_kind_is_taken_for_another(gpu: Pretended) -> None:
-    """Each constant of a block is a part of what a call is known by."""
+    """Each constant of a block is part of the key of a call plan."""
     x, seen = image(), []
     for arguments, activation, training in product(
         ({}, {"eps": 0.3}, {"momentum": 0.5}, {"momentum": None}),
@@ -211,7 +211,7 @@ def test_what_was_saved_is_watched(gpu: Pretended) -> None:
 
 
 def test_what_was_saved_may_come_back_otherwise(gpu: Pretended) -> None:
-    """As hooks do that keep it elsewhere meanwhile."""
+    """Hooks keep the saved tensors in another memory meanwhile."""
     made, x = norm(), image().to(memory_format=CHANNELS_LAST).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.tolist(), lambda saved: misaligned(torch.tensor(saved))
@@ -242,7 +242,7 @@ def test_gradients_in_batches_and_of_gradients_are_pytorchs(gpu: Pretended, trai
         second.append(torch.autograd.grad(sum(one.pow(2).sum() for one in first), of))
     for one, other in zip(*second, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
-    assert gpu.backwards == 1  # from the output on, the second derivatives' way is a first derivative's
+    assert gpu.backwards == 1  # the gradient of the output is computed once, as in a first derivative
 
 
 def test_a_mode_around_the_backward_pass_sees_pytorchs_operators(gpu: Pretended) -> None:

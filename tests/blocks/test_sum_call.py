@@ -1,4 +1,4 @@
-"""A call of a norm, a sum and an activation, as csrc/norm.h makes it: the one way of norms, with one more tensor.
+"""A call of a norm, a sum and an activation by csrc/norm.h: the path of norms, with one more tensor.
 
 On a pretended GPU."""
 
@@ -25,7 +25,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
 
 def other(x: Tensor) -> Tensor:
-    """What is added to ``x`` normalised: it lies as ``x`` does."""
+    """Returns the tensor that is added to the normalised ``x``; it has the strides of ``x``."""
     return x.detach().flip(0).mul(0.7).add_(0.1).clone(memory_format=torch.preserve_format)
 
 
@@ -45,7 +45,7 @@ def assert_alike(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
         torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-5)
 
 
-# Who computes
+# What our kernels compute
 
 
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.InstanceNorm2d])
@@ -181,7 +181,7 @@ def test_what_was_saved_is_watched(gpu: Pretended) -> None:
 
 
 def test_what_was_saved_lives_no_longer_than_the_graph(gpu: Pretended) -> None:
-    """The node keeps its own output without keeping itself."""
+    """The node saves its own output without a reference to itself."""
     made, x = norm(), image().requires_grad_()
     output = ours(made, x, other(x), nn.ReLU())
     saved = weakref.ref(x)
@@ -217,7 +217,7 @@ def test_what_was_saved_is_released_by_the_backward_pass(gpu: Pretended) -> None
 def test_tensors_that_come_back_otherwise_are_copied(
     gpu: Pretended, form: torch.memory_format, cls: type[nn.Module]
 ) -> None:
-    """As from hooks that keep what was saved elsewhere meanwhile."""
+    """Hooks keep the saved tensors in another memory meanwhile."""
     made, x = norm(cls), image().to(memory_format=form).requires_grad_()
     added = other(x).requires_grad_()
     of = [x, made.weight, made.bias, added]

@@ -1,4 +1,4 @@
-"""``activation(norm(x) + added)`` as one inside of a ``forward`` that somebody wrote: residual blocks."""
+"""``activation(norm(x) + added)`` as one inside a user's own ``forward``: residual blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
 
 class Block(nn.Module):
-    """As torchvision's: what is added is computed after the norm, and the sum is in place."""
+    """Like torchvision's block: the added tensor is computed after the norm, and the sum is in place."""
 
     def __init__(self, norm: nn.Module | None = None, activation: nn.Module | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def images(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def swapped_of(original: nn.Module) -> nn.Module:
-    """Float parameters are what kernels claim; then more digits, for the comparison."""
+    """The kernels support float parameters; the comparison converts to float64."""
     swapped = tconv_swap.swap_layers(original.float(), fuse="all", inplace=False).double()
     original.double()
     return swapped
@@ -242,7 +242,7 @@ def test_without_gradients_in_a_part(kernels: Pretended) -> None:
 
 
 def test_what_is_added_may_change_before_the_backward_pass(kernels: Pretended) -> None:
-    """A sum does not keep what it added, so PyTorch lets it change."""
+    """A sum does not save the added tensor, so PyTorch allows it to change."""
 
     class Adds(nn.Module):
         def __init__(self, block: nn.Module, other: nn.Module) -> None:

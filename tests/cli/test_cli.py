@@ -50,7 +50,7 @@ class TestSwap:
         assert files() == ["fast.pt", "model.pt"]
 
     @pytest.mark.usefixtures("quick")
-    def test_the_word_swap_can_be_said(self, model: Path) -> None:
+    def test_swap_may_be_written_out(self, model: Path) -> None:
         assert swap("swap", model, "--out", "fast.pt").exit_code == 0
         assert Path("fast.pt").exists()
 
@@ -59,13 +59,13 @@ class TestSwap:
         assert swap("--out", "fast.pt", model).exit_code == 0
         assert Path("fast.pt").exists()
 
-    def test_a_file_called_like_a_subcommand(self, model: Path) -> None:
+    def test_a_file_with_the_name_of_a_subcommand(self, model: Path) -> None:
         model.rename("demo")
         assert "ConvTranspose2d" in run("./demo", "--dry-run").stdout
         assert "ConvTranspose2d" in run("swap", "demo", "--dry-run").stdout
 
     @pytest.mark.usefixtures("quick")
-    def test_without_out_nothing_is_written_and_that_is_said(self, model: Path) -> None:
+    def test_without_out_a_note_says_that_nothing_was_written(self, model: Path) -> None:
         result = swap(model)
         assert result.exit_code == 0
         assert "nothing was written" in result.stdout
@@ -81,7 +81,7 @@ class TestSwap:
         assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
     @pytest.mark.usefixtures("quick")
-    def test_the_saved_network_is_the_files_however_it_was_run(self, model: Path) -> None:
+    def test_the_saved_network_keeps_the_devices_and_dtypes_of_the_file(self, model: Path) -> None:
         original = generator().eval()
         original[0].requires_grad_(False)
         original.note = {"epoch": 3}
@@ -154,7 +154,7 @@ class TestInputs:
         assert result.exit_code == ExitCode.USAGE
         assert "does not run on 2x3x4x4" in result.stderr
 
-    def test_both_is_too_much(self, model: Path) -> None:
+    def test_shapes_and_inputs_exclude_each_other(self, model: Path) -> None:
         assert swap(model, "--inputs", "x.pt", "--input-shape", "1,4,1,1").exit_code == ExitCode.USAGE
 
     def test_no_shape_can_be_found(self, model: Path) -> None:
@@ -163,7 +163,7 @@ class TestInputs:
         assert result.exit_code == ExitCode.USAGE
         assert "give --input-shape" in result.stderr
 
-    def test_inputs_that_are_no_inputs(self, model: Path) -> None:
+    def test_a_file_without_inputs_is_refused(self, model: Path) -> None:
         assert swap(model, "--inputs", model).exit_code == ExitCode.CANNOT_LOAD
 
 
@@ -181,7 +181,7 @@ class TestMismatch:
         assert Path("fast.pt").read_text() == "as before"
         assert files() == ["fast.pt", "model.pt"]
 
-    def test_quiet_still_says_why(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_quiet_still_prints_errors(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op, "conv_transpose2d", wrong)
         result = swap(model, "--out", "fast.pt", "--quiet")
         assert result.exit_code == ExitCode.MISMATCH
@@ -189,7 +189,7 @@ class TestMismatch:
         assert result.stderr.startswith("tconv-swap: error: mismatch: ")
         assert files() == ["model.pt"]
 
-    def test_tolerances_of_ones_own(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_given_tolerances(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(op, "conv_transpose2d", wrong)
             assert swap(model, "--rtol", "1", "--atol", "1").exit_code == 0
@@ -214,7 +214,7 @@ class TestTune:
         told = json.loads(run("tune", model, "--device", "cpu", "--json", "-").stdout)
         assert (told["outcome"], told["problems"], told["exit_code"]) == ("tuned", [], 0)
 
-    def test_errors_are_told_as_those_of_a_swap(self, model: Path) -> None:
+    def test_tune_reports_errors_like_swap(self, model: Path) -> None:
         assert run("tune", "none.pt").exit_code == ExitCode.CANNOT_LOAD
         assert run("tune", model, "--input-shape", "1,2").exit_code == ExitCode.USAGE
         torch.save(nn.Sequential(nn.Linear(1, 1)), model)
@@ -253,7 +253,9 @@ class TestFiles:
         ("content", "reason"),
         [(b"", "is empty"), (b"PK\x03\x04 and no more", "truncated"), (b"text", "unknown format")],
     )
-    def test_a_file_that_cannot_be_loaded_is_one_line(self, model: Path, content: bytes, reason: str) -> None:
+    def test_a_file_that_cannot_be_loaded_gives_one_line(
+        self, model: Path, content: bytes, reason: str
+    ) -> None:
         model.write_bytes(content)
         result = run(model, "--quiet", "--out", "fast.pt")
         assert result.exit_code == ExitCode.CANNOT_LOAD
@@ -313,7 +315,9 @@ class TestFiles:
         assert "No space left on device" in result.stderr
         assert files() == ["model.pt"]
 
-    def test_what_is_written_is_read_back_first(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_output_is_read_back_before_it_is_renamed(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         save = torch.save
         monkeypatch.setattr(torch, "save", lambda network, stream: save(network[:2], stream))
         result = swap(model, "--out", "fast.pt")
@@ -334,7 +338,7 @@ class TestJson:
         assert [layer["names"] for layer in found["plan"]["layers"]] == [["0"], ["3"]]
 
     @pytest.mark.usefixtures("quick")
-    def test_a_file_beside_the_report(self, model: Path) -> None:
+    def test_json_to_a_file_beside_the_report(self, model: Path) -> None:
         result = swap(model, "--json", "result.json")
         assert "VERIFIED" in result.stdout
         assert json.loads(Path("result.json").read_text())["outcome"] == "verified"
@@ -349,7 +353,7 @@ class TestJson:
         assert (found["outcome"], found["exit_code"], result.exit_code) == ("mismatch", 1, 1)
 
     @pytest.mark.parametrize("target", ["model.pt", "fast.pt", "nowhere/result.json"])
-    def test_targets_that_cannot_be(self, model: Path, target: str) -> None:
+    def test_impossible_targets_are_refused(self, model: Path, target: str) -> None:
         before = model.read_bytes()
         result = swap(model, "--out", "fast.pt", "--json", target)
         assert result.exit_code == ExitCode.USAGE
@@ -359,7 +363,7 @@ class TestJson:
 
 class TestDemo:
     @pytest.mark.usefixtures("quick")
-    def test_it_swaps_the_file_that_it_has_saved(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_demo_swaps_the_file_that_it_saved(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo_network, "CHANNELS", (16, 8, 6, 4))
         result = swap("demo", "--dir", "new/demo")
         assert result.exit_code == 0, result.output
@@ -374,7 +378,7 @@ class TestDemo:
         assert sum(p.numel() for p in generator.parameters()) == 3_576_704
         assert all(type(m).__module__.startswith("torch.nn.modules.") for m in generator.modules())
 
-    def test_the_seed_decides_the_weights_and_the_global_state_stays(self, tmp_path: Path) -> None:
+    def test_the_seed_decides_the_weights_and_not_the_global_state(self, tmp_path: Path) -> None:
         before = torch.get_rng_state()
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):
             demo_network.write_generator(tmp_path / name, seed)
@@ -383,6 +387,6 @@ class TestDemo:
         assert not torch.equal(first, other)
         assert torch.equal(torch.get_rng_state(), before)
 
-    def test_a_directory_that_cannot_be(self, model: Path) -> None:
+    def test_an_impossible_directory_is_refused(self, model: Path) -> None:
         result = run("demo", "--dir", model / "demo")
         assert result.exit_code == ExitCode.CANNOT_WRITE

@@ -58,7 +58,7 @@ def test_the_defaults_are_those_of_the_dataclass() -> None:
     assert given("here")[0] == Wanted(Path("here"))
 
 
-def test_what_is_given_is_parsed() -> None:
+def test_given_values_are_parsed() -> None:
     words = "here -n 2 --number 4 --path a --path b --one 6 --count 7 --quiet"
     expected = Wanted(Path("here"), (2, 4), (Path("a"), Path("b")), 6, 7, False)
     assert given(*words.split())[0] == expected
@@ -75,7 +75,7 @@ def test_what_is_given_is_parsed() -> None:
         ("--loud", "--loud"),
     ],
 )
-def test_what_is_refused_is_wrong_usage(words: str, message: str) -> None:
+def test_refused_values_are_wrong_usage(words: str, message: str) -> None:
     found, result = given("here", *words.split())
     assert found is None
     assert result.exit_code == 2
@@ -143,7 +143,7 @@ def test_every_option_of_a_swap_reaches_its_request(tmp_path: Path, monkeypatch:
     assert requests(monkeypatch, "run", *words.split()) == expected
 
 
-def test_what_a_command_does_not_take_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_without_an_option_have_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
     found = requests(monkeypatch, "explain_request", "explain", "m.pt", "--arch", "sm_90a")
     assert found == ExplainRequest(Path("m.pt"), architecture="sm_90a")
     assert requests(monkeypatch, "tune_layers", "tune", "m.pt", "--seed", "3") == NetworkRequest(

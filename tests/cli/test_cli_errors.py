@@ -64,16 +64,14 @@ class TestUsage:
         assert result.stdout == ""
 
     @pytest.mark.parametrize("arguments", [("tune", "model.pt"), ("demo", "--dir", "new")])
-    def test_every_command_refuses_a_seed_that_no_generator_takes(
-        self, model: Path, arguments: tuple[str, ...]
-    ) -> None:
+    def test_every_command_refuses_an_impossible_seed(self, model: Path, arguments: tuple[str, ...]) -> None:
         result = run(*arguments, "--seed", 2**63)
         assert result.exit_code == ExitCode.USAGE
         assert "--seed" in result.stderr
         assert files() == ["model.pt"]
 
     @pytest.mark.parametrize("seed", [2**63 - 1, -(2**63)])
-    def test_every_other_seed_is_taken(self, model: Path, seed: int) -> None:
+    def test_every_other_seed_is_accepted(self, model: Path, seed: int) -> None:
         assert swap(model, "--seed", seed).exit_code == 0
 
     def test_help_names_every_exit_code(self) -> None:
@@ -122,7 +120,7 @@ class TestUnexpected:
         assert "not enough memory (RuntimeError: " in result.stderr
         assert "a smaller --input-shape" in result.stderr
 
-    def test_an_original_without_memory_is_no_mismatch(
+    def test_out_of_memory_in_the_original_is_not_a_mismatch(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*_: Any, **__: Any) -> None:
@@ -147,7 +145,7 @@ class TestUnexpected:
 
 @pytest.mark.usefixtures("quick")
 class TestInterruptedWhileWriting:
-    def test_what_was_written_is_named(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_written_files_are_named(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
@@ -157,7 +155,7 @@ class TestInterruptedWhileWriting:
         assert result.stderr.endswith("interrupted; written: fast.pt, r.json\n")
         assert files() == ["fast.pt", "model.pt", "r.json"]
 
-    def test_a_file_takes_its_place_and_is_named_or_does_neither(
+    def test_a_file_is_renamed_and_named_or_neither(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         replace = os.replace
@@ -178,7 +176,7 @@ class TestInterruptedWhileWriting:
         assert result.stderr.endswith("interrupted; written: fast.pt\n")
         assert files() == ["fast.pt", "model.pt"]
 
-    def test_outside_of_any_work(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_signal_before_any_work(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
@@ -187,7 +185,7 @@ class TestInterruptedWhileWriting:
         assert result.exit_code == ExitCode.INTERRUPTED
         assert result.stderr == "tconv-swap: error: interrupted; no file was written\n"
 
-    def test_an_error_in_the_report_is_no_mismatch(
+    def test_an_error_in_the_report_is_not_a_mismatch(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*_: Any, **__: Any) -> None:
@@ -246,7 +244,7 @@ class TestRealEntryPoint:
         assert "Traceback" not in rest
         assert files() == ["model.pt"]
 
-    def test_nobody_reads_the_report(self, model: Path) -> None:
+    def test_a_closed_pipe_changes_no_exit_code(self, model: Path) -> None:
         reading, writing = os.pipe()
         os.close(reading)
         arguments = command(model, "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
@@ -279,7 +277,7 @@ class TestRealEntryPoint:
             (("bench", "--list"), "> /dev/full"),
         ],
     )
-    def test_a_stdout_that_takes_nothing(self, model: Path, closed: str, words: tuple[str, ...]) -> None:
+    def test_a_stdout_that_cannot_be_written(self, model: Path, closed: str, words: tuple[str, ...]) -> None:
         script = f"{shlex.join(command(*words))} {closed}"
         done = subprocess.run(
             ["sh", "-c", script], env=environment(), stderr=subprocess.PIPE, text=True, check=False
@@ -289,7 +287,7 @@ class TestRealEntryPoint:
         assert "Traceback" not in done.stderr
         assert "Exception" not in done.stderr
 
-    def test_no_stderr(self, model: Path) -> None:
+    def test_a_closed_stderr(self, model: Path) -> None:
         script = f"{shlex.join(command('nothing.pt'))} 2>&-"
         done = subprocess.run(["sh", "-c", script], env=environment(), stdout=subprocess.PIPE, check=False)
         assert done.returncode == ExitCode.CANNOT_LOAD

@@ -69,7 +69,7 @@ class TestEndingTheProgram:
             (raising(GeneratorExit), r"GeneratorExit"),
         ],
     )
-    def test_is_wrong_usage_and_leaves_nothing(
+    def test_a_network_that_ends_the_program_is_wrong_usage(
         self, load: Load, command: str, change: Callable[[Tensor], Any], words: str
     ) -> None:
         more = ("--out", "fast.pt", "--report", "r.md") if command == "swap" else ()
@@ -80,15 +80,15 @@ class TestEndingTheProgram:
         assert json.loads(Path("r.json").read_text())["outcome"] == "error"
         assert files() == ["model.pt", "r.json"]
 
-    def test_in_training_alone(self, load: Load) -> None:
+    def test_a_network_that_ends_the_program_only_in_training(self, load: Load) -> None:
         result = swap(load(Returning(lambda y: sys.exit(0), modes=(True,))), "--out", "fast.pt")
         assert result.exit_code == ExitCode.USAGE
         assert files() == ["model.pt"]
 
-    def test_an_interrupt_of_its_own_is_none(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_keyboard_interrupt_of_the_network(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         model = load(Returning(raising(KeyboardInterrupt)))
         assert swap(model).exit_code == ExitCode.INTERRUPTED, "without the entry point nobody can tell"
-        monkeypatch.setattr(outcome, "is_obeyed", lambda: True)
+        monkeypatch.setattr(outcome, "handlers_are_installed", lambda: True)
         result = swap(model, "--out", "fast.pt")
         assert result.exit_code == ExitCode.USAGE
         assert "ends the program (KeyboardInterrupt)" in result.stderr
@@ -125,7 +125,7 @@ class TestNothingToCompare:
         assert result.exit_code == ExitCode.USAGE
         assert "returns empty tensors" in result.stderr
 
-    def test_something_beside_nothing_is_compared(self, load: Load) -> None:
+    def test_an_output_beside_an_empty_one_is_compared(self, load: Load) -> None:
         result = swap(load(Returning(lambda y: {"y": y, "later": iter([y]), "none": None})))
         assert result.exit_code == 0, result.output
         assert "not compared: output later (list_iterator)" in " ".join(result.stdout.split())
@@ -133,14 +133,14 @@ class TestNothingToCompare:
 
 @pytest.mark.parametrize("option", ["--atol", "--rtol"])
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan", "-1", "-1e-9", "infinity"])
-def test_tolerances_without_a_bound_are_refused(load: Load, option: str, number: str) -> None:
+def test_infinite_tolerances_are_refused(load: Load, option: str, number: str) -> None:
     result = run(load(Returning(lambda y: y)), f"{option}={number}")
     assert result.exit_code == ExitCode.USAGE
     assert option in result.stderr
 
 
 @pytest.mark.parametrize("number", ["inf", "nan"])
-def test_a_time_without_a_bound_is_refused(number: str) -> None:
+def test_an_infinite_time_limit_is_refused(number: str) -> None:
     assert run("bench", "--only", "dcgan1", "--seconds", number).exit_code == ExitCode.USAGE
 
 
@@ -192,7 +192,7 @@ class TestAdvice:
             (Words, ("--input-shape", "2,16"), "torch.save(torch.randint(7, (2, 16)), FILE)"),
         ],
     )
-    def test_on_the_command_line(
+    def test_the_advice_works_on_the_command_line(
         self, load: Load, network: type[nn.Module], arguments: tuple[str, ...], advised: str
     ) -> None:
         model = load(network())

@@ -52,7 +52,7 @@ def test_all_forms_of_one_run(model: Path) -> None:
     assert "ceilings are measured on CUDA" in " ".join(result.stdout.split())
 
 
-def test_autocast_is_tried_where_it_is_asked_for_and_every_form_says_so(model: Path) -> None:
+def test_requested_autocast_is_in_every_form_of_the_report(model: Path) -> None:
     forms = ["--report", "r.md", "--report", "r.html", "--json", "r.json"]
     result = swap(model, *forms, "--autocast", "bfloat16")
     assert result.exit_code == 0, result.output
@@ -82,7 +82,7 @@ def test_autocast_is_tried_where_it_is_asked_for_and_every_form_says_so(model: P
     ],
     ids=["unbatched", "1-D", "1-D unbatched"],
 )
-def test_what_runs_a_layer_is_told_whatever_its_inputs_form(
+def test_what_computes_a_layer_is_reported_for_every_form_of_input(
     model: Path, layer: nn.Module, shape: tuple[int, ...]
 ) -> None:
     """The timings of a layer and its explanation are matched by the shape of its input."""
@@ -104,7 +104,7 @@ def test_details_when_verbose(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["r.pdf", "report", "model.pt", "."])
-def test_a_report_that_cannot_be_is_refused_before_any_work(model: Path, name: str) -> None:
+def test_an_impossible_report_is_refused_before_any_work(model: Path, name: str) -> None:
     before = model.read_bytes()
     result = swap(model, "--out", "fast.pt", "--report", name)
     assert result.exit_code == 2

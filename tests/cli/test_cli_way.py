@@ -101,7 +101,7 @@ def test_a_way_by_name_that_computes_something_else_is_a_mismatch(monkeypatch: p
     assert "fast.pt" not in files()
 
 
-def test_ctrl_c_keeps_what_was_measured_and_the_rest_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_measurements_and_the_swap_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     build = optimize.build
     tried: list[str] = []
 
@@ -124,13 +124,13 @@ def test_ctrl_c_keeps_what_was_measured_and_the_rest_is_done(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--way", "fastest"], "'fastest' is no part of a way"),
+        (["--way", "fastest"], "'fastest' is not part of a way"),
         (["--way", "graph"], "CUDA graphs need a CUDA device, not cpu"),
         (["--way", "auto", "--no-benchmark"], "leave out --no-benchmark"),
         (["--way", "auto", "--seconds", "-1"], "--seconds"),
     ],
 )
-def test_what_cannot_be_is_wrong_usage(arguments: list[str], why: str) -> None:
+def test_impossible_ways_are_wrong_usage(arguments: list[str], why: str) -> None:
     result = run(saved_generator(), "--device", "cpu", *arguments)
     assert result.exit_code == 2
     assert why in " ".join(result.output.replace("│", " ").split())

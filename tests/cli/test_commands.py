@@ -95,7 +95,7 @@ class TestBench:
         assert words in result.stderr
 
     @pytest.mark.parametrize("option", ["--report", "--json"])
-    def test_what_cannot_be_written_is_refused_before_any_work(
+    def test_impossible_outputs_are_refused_before_any_work(
         self, option: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("tconv_swap.cli.commands.bench.run_suite", None)
@@ -125,7 +125,7 @@ class TestBench:
 
 
 class TestExplain:
-    def test_for_a_gpu_that_is_not_here_without_numbers(
+    def test_explains_for_another_gpu_without_data(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         devices = []
@@ -175,7 +175,7 @@ class TestExplain:
         assert result.exit_code == code
         assert words in " ".join(result.stderr.split())
 
-    def test_a_file_that_is_none(self, model: Path) -> None:
+    def test_a_file_that_is_not_a_network(self, model: Path) -> None:
         model.write_bytes(b"no network")
         assert run("explain", model).exit_code == 3
 
@@ -202,7 +202,7 @@ class TestFailuresAreDocuments:
         assert words in result.stderr
 
     @pytest.mark.parametrize("target", ["model.pt", "fast.pt", "a.md", "nowhere/r.json"])
-    def test_but_not_where_something_else_belongs(self, model: Path, target: str) -> None:
+    def test_failures_do_not_overwrite_other_files(self, model: Path, target: str) -> None:
         before = model.read_bytes()
         others = ("--out", "fast.pt", "--report", "a.md", "--report", "r.txt")
         assert run(model, *others, "--json", target).exit_code == 2
@@ -224,7 +224,7 @@ class TestWords:
             (("swpa", "model.pt"), "Did you mean 'swap'?"),
         ],
     )
-    def test_a_misspelt_word_is_answered_with_the_right_one(
+    def test_a_misspelt_command_is_answered_with_the_right_one(
         self, arguments: tuple[str, ...], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -251,7 +251,7 @@ class TestWords:
     @pytest.mark.parametrize(
         "command", ["swap", "demo", "bench", "explain", "doctor", "cache", "cache clear"]
     )
-    def test_every_help_says_what_for(self, command: str) -> None:
+    def test_every_help_says_what_the_command_does(self, command: str) -> None:
         result = run(*command.split(), "--help")
         assert result.exit_code == 0
         assert len(result.stdout.split()) > 25

@@ -54,7 +54,7 @@ class TestDoctor:
         assert len(findings) == 10
         assert {finding["verdict"] for finding in findings} <= {"ok", "note", "missing"}
 
-    def test_what_is_missing_has_an_exit_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_requirement_has_an_exit_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken() -> diagnosis.Finding:
             raise OSError("the driver is broken\nmore")
 
@@ -62,7 +62,7 @@ class TestDoctor:
         result = run("doctor")
         assert result.exit_code == 1
         flat = " ".join(result.stdout.split())
-        assert "GPU NO looking at it raises OSError: the driver is broken" in flat
+        assert "GPU NO checking it raises OSError: the driver is broken" in flat
         assert "verdict NO the kernels cannot run here: see GPU" in flat
 
     def test_no_compiler(self, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ class TestCache:
             (own_cache / name).write_bytes(b"x" * 2**20)
         return own_cache
 
-    def test_its_size(self, filled: Path) -> None:
+    def test_cache_shows_its_size(self, filled: Path) -> None:
         result = run("cache")
         assert result.exit_code == 0
         assert result.stdout.strip() == f"{filled}: 3 files, 3.0 MiB"
@@ -99,11 +99,13 @@ class TestCache:
         assert left == ["else.txt"], "what is not ours stays"
         assert "0 files" in run("cache").stdout
 
-    def test_what_was_tuned_may_stay(self, filled: Path) -> None:
+    def test_clearing_kernels_keeps_the_results_of_tune(self, filled: Path) -> None:
         assert "removed: 2 files" in run("cache", "clear", "--kernels").stdout
         assert (filled / "tuned/h200.json").exists()
 
-    def test_what_cannot_be_removed_is_said(self, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_files_that_cannot_be_removed_are_reported(
+        self, filled: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def refuse(path: Path) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
@@ -121,7 +123,7 @@ class TestUnusableCache:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         return own_cache
 
-    def test_doctor_and_cache_say_what_that_costs(self, blocked: Path) -> None:
+    def test_doctor_and_cache_report_the_consequences(self, blocked: Path) -> None:
         (finding,) = [finding for finding in diagnosis.diagnose() if finding.name == "cache"]
         assert finding.verdict == "note"
         shown = run("cache")
@@ -137,7 +139,7 @@ class TestUnusableCache:
         assert result.stdout == ""
         assert f"nothing was removed: {blocked} cannot be used" in result.stderr
 
-    def test_what_takes_its_place_goes_with_the_process(self, blocked: Path, tmp_path: Path) -> None:
+    def test_the_temporary_cache_is_removed_with_the_process(self, blocked: Path, tmp_path: Path) -> None:
         code = (
             "import os; from tconv_swap.runtime.cache import cache_directory as c; (c() / 'kernels').mkdir()\n"
             "if os.fork() == 0: raise SystemExit\n"

@@ -31,7 +31,7 @@ def plain(stream: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
 
 
-def test_a_bar_where_it_is_known_how_much_there_is_to_do(terminal: io.StringIO) -> None:
+def test_a_bar_if_the_amount_of_work_is_known(terminal: io.StringIO) -> None:
     progress = Progress(quiet=False)
     for done in range(5):
         progress(f"timing layer {done}", done, 8)
@@ -43,7 +43,7 @@ def test_a_bar_where_it_is_known_how_much_there_is_to_do(terminal: io.StringIO) 
     assert re.search(r"--:--|\d:\d\d", shown), "how long is left"
 
 
-def test_a_spinner_where_it_is_not(terminal: io.StringIO) -> None:
+def test_a_spinner_if_the_amount_of_work_is_unknown(terminal: io.StringIO) -> None:
     progress = Progress(quiet=False)
     progress("loading [bold]model.pt")
     progress.stop()
@@ -51,7 +51,7 @@ def test_a_spinner_where_it_is_not(terminal: io.StringIO) -> None:
     assert "━" not in plain(terminal)
 
 
-def test_what_the_library_reports_is_shown_in_passing(terminal: io.StringIO) -> None:
+def test_log_records_of_the_library_are_shown_as_details(terminal: io.StringIO) -> None:
     logger = logging.getLogger("tconv_swap")
     level = logger.level
     with progress_shown(quiet=False) as progress:

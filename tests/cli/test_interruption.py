@@ -21,10 +21,10 @@ from tconv_swap.report import written
 SWALLOWED = """
 import signal, sys
 from tconv_swap.cli.console import Progress
-from tconv_swap.interruption import obey_signals
+from tconv_swap.interruption import raise_at_signals
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-obey_signals()
+raise_at_signals()
 try:
     signal.raise_signal(int(sys.argv[1]))
 except BaseException:  # as the modules do that numpy is made of, while they are imported
@@ -37,7 +37,7 @@ print("it goes on")
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, ""), (None, "")]
 )
-def test_what_swallows_the_exception_does_not_swallow_the_signal(number: int | None, raised: str) -> None:
+def test_code_that_catches_the_exception_does_not_hide_the_signal(number: int | None, raised: str) -> None:
     argument = str(int(number or signal.SIGCONT))
     done = subprocess.run(
         [sys.executable, "-c", SWALLOWED, argument], capture_output=True, text=True, timeout=240, check=False
@@ -108,7 +108,7 @@ class Net(nn.Sequential):
 @pytest.mark.parametrize(
     ("number", "late"), [(signal.SIGINT, "atexit.register(tell)"), (signal.SIGTERM, "late = Late()")]
 )
-def test_in_the_teardown_all_is_written_and_the_exit_code_stays(
+def test_a_signal_during_the_teardown_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, late: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def test_in_the_teardown_all_is_written_and_the_exit_code_stays(
     ("number", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
-def test_what_is_said_is_what_is_there(
+def test_the_message_names_exactly_the_files_that_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, word: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -177,7 +177,7 @@ class TestSignalsOfThisProcess:
         assert files() == ["model.pt", "r.json"]
 
     @pytest.mark.parametrize("target", ["-", None])
-    def test_where_nothing_was_written_that_is_said(
+    def test_the_message_says_that_nothing_was_written(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, target: str | None
     ) -> None:
         def interrupt(*_: Any, **__: Any) -> None:
@@ -189,7 +189,7 @@ class TestSignalsOfThisProcess:
         assert result.stderr.endswith("interrupted; no file was written\n")
         assert files() == ["model.pt"]
 
-    def test_sigterm_waits_until_a_file_is_in_its_place_and_named(
+    def test_sigterm_waits_until_a_file_is_renamed_and_recorded(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from tconv_swap.files import saving

@@ -37,7 +37,7 @@ def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fast.pt2", "state_dict", ".pt2 is for torch.export archives"),
     ],
 )
-def test_names_that_promise_something_else(model: Path, name: str, out_format: str, reason: str) -> None:
+def test_names_that_do_not_fit_the_content(model: Path, name: str, out_format: str, reason: str) -> None:
     for more in ([], ["--dry-run"]):
         result = swap(model, "--out", name, "--out-format", out_format, "-q", *more)
         assert result.exit_code == 2
@@ -56,7 +56,7 @@ def test_a_program_is_written_as_pt2_only(model: Path, name: str) -> None:
     assert files() == ["model.pt", "model.pt2"]
 
 
-def test_the_ending_of_safetensors_in_capitals(model: Path) -> None:
+def test_the_suffix_safetensors_in_capitals(model: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     result = swap(model, "--out", "fast.SAFETENSORS", "--out-format", "state_dict")
     assert result.exit_code == 0, result.output

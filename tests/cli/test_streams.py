@@ -40,7 +40,7 @@ def shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["verified", "not loaded", "usage"],
 )
-def test_a_stderr_that_takes_nothing_changes_no_exit_code(
+def test_a_stderr_that_cannot_be_written_changes_no_exit_code(
     model: Path, words: tuple[str, ...], code: int
 ) -> None:
     done = shell(f"{shlex.join(command(*words))} 2> /dev/full")
@@ -50,9 +50,7 @@ def test_a_stderr_that_takes_nothing_changes_no_exit_code(
 
 @pytest.mark.parametrize("letters", ["utf-8", "ascii"])
 @pytest.mark.parametrize("words", [("--help",), ("bench", "--list"), ("model.pt", "--help")])
-def test_whoever_stops_reading_changes_no_exit_code(
-    model: Path, words: tuple[str, ...], letters: str
-) -> None:
+def test_a_reader_that_stops_changes_no_exit_code(model: Path, words: tuple[str, ...], letters: str) -> None:
     # The reader is gone before the first letter is written.
     script = f"{{ sleep 0.2; {shlex.join(command(*words))}; echo $? >&2; }} | true"
     done = shell(script, PYTHONIOENCODING=letters)
@@ -60,7 +58,7 @@ def test_whoever_stops_reading_changes_no_exit_code(
 
 
 @pytest.mark.parametrize("columns", ["0", "wide"])
-def test_a_width_that_is_none_is_left_aside(model: Path, columns: str) -> None:
+def test_an_impossible_width_is_ignored(model: Path, columns: str) -> None:
     done = shell(shlex.join(command("model.pt", *CPU)), COLUMNS=columns)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -96,7 +94,7 @@ class Printing(nn.Sequential):
 
 
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)])
-def test_what_a_network_prints_is_not_in_the_result(model: Path, quiet: tuple[str, ...]) -> None:
+def test_output_of_a_network_is_not_in_the_result(model: Path, quiet: tuple[str, ...]) -> None:
     Path("printing.py").write_text(PRINTING)
     make = (
         "import torch, printing; torch.save(printing.Printing(torch.nn.ConvTranspose2d(4, 3, 2)), 'model.pt')"
@@ -114,7 +112,7 @@ def test_what_a_network_prints_is_not_in_the_result(model: Path, quiet: tuple[st
     assert "said" not in report.stdout
 
 
-def test_what_is_printed_before_the_work_and_after_it_stays(model: Path) -> None:
+def test_output_before_and_after_the_work_goes_to_stdout(model: Path) -> None:
     torch.save(nn.Sequential(nn.Linear(2, 2)), "model.pt")
     done = shell(shlex.join(command("model.pt")))
     assert done.returncode == ExitCode.NOTHING_TO_SWAP

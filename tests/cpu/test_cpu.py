@@ -125,7 +125,7 @@ def test_the_rule(formulation: plan_cpu.Formulation, g: Geometry) -> None:
     assert plan_cpu.claims(formulation, g, torch.float32)
 
 
-def test_channels_last_is_not_converted_to() -> None:
+def test_channels_last_inputs_are_not_converted() -> None:
     g = Geometry(1, 128, 128, 128, 64, (3, 3), (2, 2), (1, 1), (1, 1))
     assert plan_cpu.choose(g, torch.float32, torch.channels_last) == "plain"
 
@@ -142,7 +142,7 @@ def test_plain_calls_are_made_to_pytorch(formulation: plan_cpu.Formulation, g: G
 
 @settings(max_examples=100, deadline=None)
 @given(geometries(), st.sampled_from(list(TOLERANCE)), st.sampled_from(FORMATS))
-def test_the_rule_chooses_only_what_claims_the_geometry(
+def test_the_rule_chooses_only_formulations_that_claim_the_geometry(
     g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> None:
     wide = Geometry(
@@ -216,7 +216,7 @@ def test_layouts_of_input_weight_and_gradient(layout_x: str, layout_w: str) -> N
     [Geometry(3, 5, 1, 1, 4, (4, 3)), Geometry(3, 16, 24, 20, 2, (2, 2), (2, 2))],
     ids=["gemm", "few channels"],
 )
-def test_gradients_by_matrix_products_lie_as_pytorchs(g: Geometry, channels_last: bool) -> None:
+def test_gradients_by_matrix_products_have_pytorchs_layout(g: Geometry, channels_last: bool) -> None:
     leaves = operands(g, torch.float32)
     if channels_last:
         leaves = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves]
@@ -348,7 +348,7 @@ def test_outputs_without_a_tap_are_the_bias(formulation: plan_cpu.Formulation) -
     assert_close(y, conv_transpose2d_reference(x, w, b, **arguments(g)), torch.float64)
 
 
-def test_infinities_and_nans_stay_where_they_are() -> None:
+def test_infinities_and_nans_do_not_spread() -> None:
     """No formulation may multiply a pixel by the zeros that it fills up with."""
     g = Geometry(1, 2, 4, 4, 2, (3, 3), (2, 2), (1, 1))
     x, w, b = operands(g)

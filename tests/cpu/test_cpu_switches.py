@@ -51,7 +51,7 @@ def test_a_switch_for_matrix_products_leaves_convolutions_exact(name: str) -> No
 
 
 @pytest.mark.parametrize("shapes", [((32, 100, 1, 1), (100, 512, 4, 4)), ((2, 4, 5, 6), (4, 3, 3, 3))])
-def test_a_backward_pass_inside_of_an_autocast_casts_nothing(shapes: tuple[Any, Any]) -> None:
+def test_a_backward_pass_inside_an_autocast_casts_nothing(shapes: tuple[Any, Any]) -> None:
     """As PyTorch's: what was computed in float32 has gradients of float32, and gradients of those."""
     torch.manual_seed(0)
     x, w = (torch.randn(shape, requires_grad=True) for shape in shapes)

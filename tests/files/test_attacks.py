@@ -1,4 +1,4 @@
-"""A file executes nothing: each way to make one do so, thousands of random ones, and bytes changed at random."""
+"""A file executes nothing: every known way to make it do so, thousands of random files, and random changes of bytes."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def save_nested(directory: Path, record: Record) -> Path:
     return save(directory / "nested.pt", pickled(outer))
 
 
-def test_the_layers_of_the_chains_load_without_what_is_wrong_in_them(tmp_path: Path) -> None:
-    """The chains are refused for what they are, and not for how they are written."""
+def test_the_layers_of_the_chains_load_without_the_attack(tmp_path: Path) -> None:
+    """The chains are refused for their content, and not for their form."""
     normed = with_hook(hook(WeightNorm, **_NORM), weight=tensor())
     handle = Call(name_of(RemovableHandle), a_tuple(), new=True, states=[a_tuple(ordered(), 1, a_tuple())])
     inner = [
@@ -247,7 +247,7 @@ def attempt(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_records_put_together_at_random(tmp_path: Path, part: int) -> None:
+def test_random_records(tmp_path: Path, part: int) -> None:
     loaded = 0
     for seed in range(part * 500, part * 500 + 500):
         chance = random.Random(seed)
@@ -261,8 +261,8 @@ def test_records_put_together_at_random(tmp_path: Path, part: int) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_networks_with_one_record_exchanged(tmp_path: Path, which: int) -> None:
-    """What an honest file says, but for a part that is something else."""
+def test_networks_with_one_replaced_record(tmp_path: Path, which: int) -> None:
+    """A harmless file in which one part is replaced."""
     torch.save(honest()[which], tmp_path / "honest.pt")
     with zipfile.ZipFile(tmp_path / "honest.pt") as archive:
         data = {
@@ -283,7 +283,7 @@ def test_networks_with_one_record_exchanged(tmp_path: Path, which: int) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("how", [{}, LEGACY], ids=["zip", "legacy"])
-def test_bytes_changed_at_random(tmp_path: Path, which: int, how: dict[str, Any]) -> None:
+def test_random_changes_of_bytes(tmp_path: Path, which: int, how: dict[str, Any]) -> None:
     model = [*honest(), generator()][which]
     whole = io.BytesIO()
     torch.save(model, whole, **how)

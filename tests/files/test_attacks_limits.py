@@ -1,4 +1,4 @@
-"""Tensors that cannot be, and files that would take for ever: refused, and soon."""
+"""Impossible tensors and files that would take forever are refused quickly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from attack_cases import a_dict, a_tuple, layer, ordered, pickled, rebuilt, save, tensor
 from torch import nn
 
-from tconv_swap.files.containers import MOST_ITEMS
+from tconv_swap.files.containers import MAX_ITEMS
 from tconv_swap.files.loading import LoadError, load_inputs, load_model, load_weights
 from tconv_swap.files.records import Call, GlobalName, Items, Record
 
@@ -91,7 +91,7 @@ FORGED: dict[str, Callable[[], Record]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_tensors_that_cannot_be(tmp_path: Path, forged: str) -> None:
+def test_impossible_tensors_are_refused(tmp_path: Path, forged: str) -> None:
     root = layer(nn.Identity, _buffers=a_dict(x=FORGED[forged]()))
     path = save(tmp_path / "model.pt", pickled(root))
     with attack.watched() as seen, pytest.raises(LoadError, match="holds a damaged network"):
@@ -176,15 +176,15 @@ def nested_layers(depth: int) -> Record:
 
 
 HUGE = {
-    "shared": (lambda: doubled(40), f"more than {MOST_ITEMS} items"),
-    "shared lists": (lambda: doubled(40, list), f"more than {MOST_ITEMS} items"),
+    "shared": (lambda: doubled(40), f"more than {MAX_ITEMS} items"),
+    "shared lists": (lambda: doubled(40, list), f"more than {MAX_ITEMS} items"),
     "deep": (lambda: nested(200), "nested more than 100 deep"),
     "itself": (containing_itself, "contains itself"),
 }
 
 
 @pytest.mark.parametrize("huge", HUGE)
-def test_containers_without_end(tmp_path: Path, huge: str) -> None:
+def test_huge_containers_are_refused(tmp_path: Path, huge: str) -> None:
     make, reason = HUGE[huge]
     before = time.process_time()
     with pytest.raises(LoadError, match=reason):
@@ -196,7 +196,7 @@ def test_containers_without_end(tmp_path: Path, huge: str) -> None:
     assert time.process_time() - before < 5
 
 
-def test_layers_without_end(tmp_path: Path) -> None:
+def test_huge_layers_are_refused(tmp_path: Path) -> None:
     before = time.process_time()
     for record, reason in ((doubled_layers(30), "names"), (nested_layers(120), "deep")):
         with pytest.raises(LoadError, match=reason):
@@ -217,7 +217,7 @@ def test_a_pickle_of_very_deep_lists(tmp_path: Path) -> None:
 
 
 def test_more_instructions_than_any_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tconv_swap.files.records.MOST_OPCODES", 1000)
+    monkeypatch.setattr("tconv_swap.files.records.MAX_OPCODES", 1000)
     with pytest.raises(LoadError, match="more than 1000 instructions"):
         load_model(save(tmp_path / "model.pt", b"\x80\x02" + b"N0" * 1000 + b"N."))
     with pytest.raises(LoadError, match="more than 4096 bits"):

@@ -69,7 +69,7 @@ def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_swapped_network_is_known_after_decompositions(tmp_path: Path) -> None:
+def test_a_swapped_network_is_recognised_after_decompositions(tmp_path: Path) -> None:
     """They turn our op into the one that compiled graphs call."""
     model = nn.Sequential(
         nn.ConvTranspose2d(4, 6, (4, 3), (3, 2), (1, 0), (2, 1), 2, dilation=(1, 2)), nn.Tanh()
@@ -107,7 +107,7 @@ def test_layers_that_follow_each_other(tmp_path: Path) -> None:
     assert [layer["name"] for layer in json.loads(result.stdout)["explanation"]["layers"]] == ["0", "1"]
 
 
-def test_what_is_swapped_already_keeps_its_backend(tmp_path: Path) -> None:
+def test_swapped_layers_keep_their_backend(tmp_path: Path) -> None:
     """In what is verified, explained and written alike; unless another is asked for."""
     model = nn.Sequential(nn.ConvTranspose2d(64, 3, 4, 2, 1), nn.Tanh()).eval()
     program = torch.export.export(model, (torch.randn(2, 64, 8, 8),))
@@ -131,7 +131,7 @@ def test_what_is_swapped_already_keeps_its_backend(tmp_path: Path) -> None:
             assert (why == "the backend is native") == (expected == "native")
 
 
-def test_swap_program_and_the_backend_of_what_is_ours() -> None:
+def test_swap_program_sets_the_backend_of_swapped_calls() -> None:
     _, program = exported_network()
     some = tconv_swap.swap_program(program, names=["0", "4"], backend="native")
     assert backends(tconv_swap.swap_program(some)) == ["native", "auto", "auto", "native"]
@@ -180,7 +180,7 @@ def weights_computed() -> nn.Module:
     )
 
 
-INSIDE = "is left: it is in a graph inside of the program's (control flow)"
+INSIDE = "is left: it is in a graph inside the program's (control flow)"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ INSIDE = "is left: it is in a graph inside of the program's (control flow)"
     ],
     ids=["cond", "while_loop", "computed weights"],
 )
-def test_a_program_of_which_nothing_can_be_swapped(tmp_path: Path, model: nn.Module, left: list[str]) -> None:
+def test_a_program_without_swappable_layers(tmp_path: Path, model: nn.Module, left: list[str]) -> None:
     """A line for each, no traceback, nothing written."""
     path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
     torch.export.save(torch.export.export(model.eval(), (torch.randn(2, 4, 5, 6),)), path)
@@ -209,7 +209,7 @@ def test_a_program_of_which_nothing_can_be_swapped(tmp_path: Path, model: nn.Mod
     assert not out.exists()
 
 
-def test_what_is_around_control_flow_is_swapped(tmp_path: Path) -> None:
+def test_layers_outside_of_control_flow_are_swapped(tmp_path: Path) -> None:
     model = Branches(True).eval()
     path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
     torch.export.save(torch.export.export(model, (torch.randn(2, 4, 5, 6),)), path)
@@ -224,7 +224,7 @@ def test_what_is_around_control_flow_is_swapped(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.module()(x), model(x))
 
 
-def test_what_is_no_batched_2d_layer_is_listed() -> None:
+def test_calls_that_are_not_batched_2d_layers_are_listed() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -263,7 +263,7 @@ class WithoutItsBias(nn.Module):
         return y + self.up(x)
 
 
-def test_a_call_that_leaves_the_bias_out_is_no_call_of_the_layer() -> None:
+def test_a_call_without_the_bias_is_not_a_call_of_the_layer() -> None:
     model, x = WithoutItsBias().eval(), torch.randn(2, 4, 3, 3)
     network, left = exported.lifted(torch.export.export(model, (x,)))
     assert [line.partition(" is left: ")[2] for line in left] == ["its layer's bias is left out"]

@@ -42,7 +42,7 @@ WITH_64_MIB_FREE = """
 import sys
 from tconv_swap import memory
 from tconv_swap.cli import main
-memory.free_bytes, memory.LEAST_BYTES = lambda device: 1 << 26, 0
+memory.free_bytes, memory.MIN_FREE_BYTES = lambda device: 1 << 26, 0
 main()
 """
 
@@ -84,7 +84,7 @@ def test_a_file_larger_than_any_memory(tmp_path: Path, head: bytes) -> None:
     assert one_line(run(path, "--model", "torch.nn:Identity"), 3)
 
 
-def test_names_in_an_archive_that_lead_out_of_it(tmp_path: Path) -> None:
+def test_names_in_an_archive_are_never_paths(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
@@ -106,7 +106,7 @@ def test_names_in_an_archive_that_lead_out_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_devices(tmp_path: Path) -> None:
+def test_device_files_are_refused(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "model.pt")
     for device in ("/dev/zero", "/dev/full", "/dev/null"):
         assert "is not a regular file" in one_line(run(device), 3)
@@ -129,7 +129,7 @@ def test_the_two_networks_share_their_parameters_and_nothing_that_a_run_changes(
     ]
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path) -> None:
     """The system itself refuses to write more than 4 KiB: exit code 5, and nothing is left behind."""
     source, out = tmp_path / "model.pt", tmp_path / "fast.pt"
     torch.save(nn.Sequential(nn.ConvTranspose2d(16, 16, 4)), source)

@@ -178,7 +178,7 @@ def test_damaged_and_hostile_files(
     assert len({text.partition("fuzzed.pt")[2][:60] for text in seen}) > 10
 
 
-def test_the_hostile_files_would_execute_where_they_are_trusted(tmp_path: Path) -> None:
+def test_the_hostile_files_execute_if_they_are_trusted(tmp_path: Path) -> None:
     for name, content in corpus(tmp_path / "executed").items():
         if "hostile" not in name or "checkpoint" in name or "plain" in name:
             continue
@@ -204,7 +204,7 @@ VALUES = [
 
 
 @pytest.mark.timeout(0)
-def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any arguments end in a documented exit code and no traceback; nothing hostile is executed."""
     monkeypatch.chdir(tmp_path)
     marker = tmp_path / "executed"

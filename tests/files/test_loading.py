@@ -77,7 +77,7 @@ class TestOwnLayers:
         assert same(loaded, model)
         assert loaded.sizes == model.sizes
 
-    def test_legacy_network_that_uses_the_word_of_its_own_format(self, tmp_path: Path) -> None:
+    def test_a_legacy_network_with_an_attribute_named_module(self, tmp_path: Path) -> None:
         # Layer references of a legacy file start with "module", which DataParallel calls its network.
         model = nn.DataParallel(nn.Sequential(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)))
         torch.save(model, tmp_path / "model.pt", **LEGACY)
@@ -95,7 +95,7 @@ class TestOwnLayers:
             assert loaded[4].weight is loaded[0].weight
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-    def test_tensors_of_a_missing_gpu_land_on_the_cpu(self, tmp_path: Path) -> None:
+    def test_tensors_of_a_missing_gpu_are_loaded_to_the_cpu(self, tmp_path: Path) -> None:
         path = tmp_path / "model.pt"
         torch.save(generator(), tmp_path / "cpu.pt")
         with zipfile.ZipFile(tmp_path / "cpu.pt") as old, zipfile.ZipFile(path, "w") as new:
@@ -132,7 +132,7 @@ class TestRefusals:
         ],
     )  # fmt: skip
     @pytest.mark.parametrize("how", [{}, LEGACY], ids=["zip", "legacy"])
-    def test_no_network(
+    def test_files_that_hold_no_network(
         self, tmp_path: Path, content: Callable[[], Any], reason: str, how: dict[str, Any]
     ) -> None:
         torch.save(content(), tmp_path / "model.pt", **how)
@@ -213,7 +213,7 @@ class TestRefusals:
         (tmp_path / "model.pt").chmod(0)
         assert "no permission" in self.refusal(tmp_path / "model.pt")
 
-    def test_permission_error_whoever_runs_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_permission_error_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.save(generator(), tmp_path / "model.pt")
 
         def refuse(*_: Any) -> None:
@@ -236,7 +236,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "attributes", [{}, {"_parameters": 3}, {"_modules": {"a": 3}}, {"training": "no"}]
     )
-    def test_a_module_without_its_inside(self, tmp_path: Path, attributes: dict[str, Any]) -> None:
+    def test_a_module_without_its_state(self, tmp_path: Path, attributes: dict[str, Any]) -> None:
         model = nn.Linear(1, 1)
         if not attributes:
             del model.__dict__["_parameters"]

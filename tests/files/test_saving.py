@@ -31,7 +31,7 @@ class TestInputsFile:
             load_inputs(tmp_path / "inputs.pt")
         assert not (tmp_path / "executed").exists()
 
-    def test_a_network_is_no_input(self, tmp_path: Path) -> None:
+    def test_a_network_is_not_an_input(self, tmp_path: Path) -> None:
         torch.save(generator(), tmp_path / "inputs.pt")
         with pytest.raises(LoadError, match="more than tensors"):
             load_inputs(tmp_path / "inputs.pt")
@@ -78,7 +78,7 @@ class TestSaving:
             KeyboardInterrupt(),
         ],
     )
-    def test_a_failure_in_the_middle_leaves_what_was_there(
+    def test_a_failure_in_the_middle_keeps_the_old_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
     ) -> None:
         target = tmp_path / "fast.pt"
@@ -97,7 +97,7 @@ class TestSaving:
         assert target.read_text() == "as before"
         assert self.left_in(tmp_path) == ["fast.pt"]
 
-    def test_a_failed_check_leaves_what_was_there(self, tmp_path: Path) -> None:
+    def test_a_failed_check_keeps_the_old_file(self, tmp_path: Path) -> None:
         def check(temporary: Path) -> None:
             assert same(load_model(temporary).model, generator())
             raise SaveError("not good enough")
@@ -106,14 +106,14 @@ class TestSaving:
             save_model(generator(), tmp_path / "fast.pt", check=check)
         assert self.left_in(tmp_path) == []
 
-    def test_what_cannot_be_pickled(self, tmp_path: Path) -> None:
+    def test_objects_that_cannot_be_pickled_are_refused(self, tmp_path: Path) -> None:
         model = generator()
         model.function = lambda: None
         with pytest.raises(SaveError, match="cannot be written"):
             save_model(model, tmp_path / "fast.pt")
         assert self.left_in(tmp_path) == []
 
-    def test_targets_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_impossible_targets_are_refused(self, tmp_path: Path) -> None:
         source = tmp_path / "model.pt"
         source.touch()
         (tmp_path / "link.pt").symlink_to(source)

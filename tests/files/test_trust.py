@@ -83,7 +83,7 @@ class TestTrust:
     @pytest.mark.parametrize(
         "name", ["posix:system", "builtins:eval", "builtins:getattr", "subprocess:Popen"]
     )
-    def test_what_can_do_anything_cannot_be_trusted_by_name(self, tmp_path: Path, name: str) -> None:
+    def test_names_that_can_do_anything_cannot_be_trusted(self, tmp_path: Path, name: str) -> None:
         module, _, function = name.partition(":")
         path = tmp_path / "model.pt"
         torch.save(generator(), tmp_path / "plain.pt")
@@ -135,7 +135,7 @@ class TestTrust:
         assert isinstance(loaded[0], tconv_swap.ConvTranspose2d)
         assert isinstance(loaded[0], users.Up)
 
-    def test_a_module_that_is_not_there(self, tmp_path: Path, module_of_a_user: str) -> None:
+    def test_a_trusted_module_that_does_not_exist(self, tmp_path: Path, module_of_a_user: str) -> None:
         users = __import__(module_of_a_user)
         torch.save(users.Net(), tmp_path / "model.pt")
         forget(module_of_a_user, tmp_path)
@@ -168,7 +168,7 @@ class TestTrust:
             "functools:partial",
         ],
     )
-    def test_what_executes_is_no_class_of_data(self, option: str) -> None:
+    def test_classes_that_execute_code_cannot_be_trusted(self, option: str) -> None:
         with pytest.raises(ValueError, match="a file can do anything"):
             parse_trust(option)
 
@@ -192,14 +192,14 @@ class TestTrust:
         assert not (tmp_path / "imported").exists()
         assert users.Net
 
-    def test_a_trusted_class_is_called_only_where_its_pickles_do_so(
+    def test_a_trusted_class_is_called_only_if_its_pickles_call_it(
         self, tmp_path: Path, module_of_a_user: str
     ) -> None:
         root = Call(GlobalName(module_of_a_user, "Net"), a_tuple())
         with pytest.raises(LoadError, match=f"it calls {module_of_a_user}.Net"):
             load_model(save(tmp_path / "model.pt", pickled(root)), trust=[f"{module_of_a_user}:Net"])
 
-    def test_the_option_is_taken_apart(self) -> None:
+    def test_the_trust_option_is_parsed(self) -> None:
         assert parse_trust("a.b:C.D") == ("a.b", "C.D")
         for wrong in ("a.b", "a.b:", ":C", "a b:C", "a:C:D", "a..b:C", ""):
             with pytest.raises(ValueError, match="module:Class"):

@@ -107,7 +107,7 @@ def test_the_network_gets_the_files_dtype(dtype: torch.dtype) -> None:
     assert model.norm.num_batches_tracked.dtype == torch.int64
 
 
-def test_an_explicit_dtype_decides_what_is_computed_in_and_not_what_is_written() -> None:
+def test_dtype_changes_the_computation_and_not_the_output() -> None:
     content = state("Net", floats_to(torch.float16))
     out, found = written("Net", "--dtype", "float64")
     assert weights.same_weights(out, content)
@@ -141,7 +141,7 @@ def test_a_network_that_mixes_dtypes_keeps_them(dtype: torch.dtype) -> None:
     assert (model.up.weight.dtype, model.norm.weight.dtype) == (torch.float16, torch.float32)
 
 
-def test_the_mix_that_the_network_has_is_no_conversion() -> None:
+def test_matching_mixed_dtypes_are_not_converted() -> None:
     content = state("Mixed")
     out, found = written("Mixed")
     assert weights.same_weights(out, content)
@@ -149,21 +149,21 @@ def test_the_mix_that_the_network_has_is_no_conversion() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-def test_whole_numbers_stay_whole_in_the_network_and_as_they_were_in_the_file(dtype: torch.dtype) -> None:
+def test_integers_are_not_converted(dtype: torch.dtype) -> None:
     content = state("Picks", lambda tensor: tensor if tensor.is_floating_point() else tensor.to(dtype))
     out, found = written("Picks")
     assert weights.same_weights(out, content)
     assert f"({str(dtype).removeprefix('torch.')} to int64)" in " ".join(found["facts"]["warnings"])
 
 
-def test_a_dtype_that_no_layer_computes_in_is_converted_and_written_as_it_was() -> None:
+def test_a_storage_dtype_is_converted_for_the_network_only() -> None:
     content = state("Net", floats_to(torch.float8_e4m3fn))
     out, found = written("Net")
     assert weights.same_weights(out, content)
     assert "(float8_e4m3fn to float32)" in " ".join(found["facts"]["warnings"])
 
 
-def test_complex_numbers_are_not_cut() -> None:
+def test_complex_numbers_keep_their_imaginary_part() -> None:
     content = state("Turned", floats_to(torch.float64))
     model: Any = load_model("weights.pt", factory="nets.py:Turned").model
     assert weights.same_weights(model.state_dict(), content)
@@ -175,7 +175,7 @@ def test_lazy_layers_get_the_files_dtype() -> None:
     assert weights.same_weights(model.state_dict(), content)
 
 
-def test_what_the_network_holds_is_not_kept_twice() -> None:
+def test_weights_are_not_in_memory_twice() -> None:
     state("Net", lambda tensor: tensor.double() if tensor.dim() == 4 else tensor)
     loaded = load_model("weights.pt", factory="nets.py:Net")
     assert loaded.weights is not None
@@ -186,7 +186,7 @@ def test_what_the_network_holds_is_not_kept_twice() -> None:
 # --- which of the weights in a file -------------------------------------------------------------------------
 
 
-def test_which_weights_were_taken_is_said() -> None:
+def test_a_note_says_which_weights_were_taken() -> None:
     content = {"params": state("Net"), "params_ema": state("Net", lambda t: t + 1), "epoch": 3}
     torch.save(content, "weights.pt")
     out, found = written("Net")
@@ -196,7 +196,7 @@ def test_which_weights_were_taken_is_said() -> None:
         "the weights are those under 'params_ema' in the file; there are some under 'params' too (--key)"
         in notes
     )
-    assert "out.pt holds these weights only; of weights.pt it lacks 'params', 'epoch'" in notes
+    assert "out.pt holds these weights only, without 'params', 'epoch' of weights.pt" in notes
     out, found = written("Net", "--key", "params")
     assert weights.same_weights(out, content["params"])
     assert "those under 'params' in the file; there are some under 'params_ema'" in str(
@@ -208,15 +208,15 @@ def test_which_weights_were_taken_is_said() -> None:
     )
 
 
-def test_a_file_of_nothing_but_weights_has_no_such_notes() -> None:
+def test_a_file_of_weights_only_has_no_such_notes() -> None:
     state("Net")
     notes = " ".join(written("Net")[1]["facts"]["warnings"])
     assert "dtypes" not in notes
     assert "those under" not in notes
-    assert "it lacks" not in notes
+    assert "holds these weights only" not in notes
 
 
-def test_weights_under_a_key_of_ones_own() -> None:
+def test_weights_under_an_unusual_key() -> None:
     content = {"generator": state("Net"), "discriminator": {"weight": torch.ones(1)}, "step": 7}
     torch.save(content, "weights.pt")
     refused = swap("weights.pt", "--model", "nets.py:Net", "-q")
@@ -236,7 +236,7 @@ def test_weights_under_a_key_of_ones_own() -> None:
         ),
         ({"params": {"a": torch.ones(1)}, "step": 3}, "step", "holds no state_dict under 'step'"),
         ({"params": {"a": torch.ones(1)}}, "", "no state_dict under ''"),
-        ({"a": torch.ones(1)}, "a", "is a state_dict as a whole: leave --key away"),
+        ({"a": torch.ones(1)}, "a", "is a state_dict as a whole: leave out --key"),
         ([torch.ones(1)], "a", "holds no state_dict, but a list"),
     ],
 )

@@ -41,7 +41,7 @@ def comparison(report: BenchmarkReport, name: str, stage: str) -> Comparison:
     return rows[0]
 
 
-def test_a_slow_layer_shows_as_slower_where_it_is_and_in_the_network() -> None:
+def test_a_slow_layer_shows_in_its_row_and_in_the_network() -> None:
     torch.manual_seed(0)
     original = nn.Sequential(nn.ConvTranspose2d(4, 4, 2), nn.ReLU(), nn.ConvTranspose2d(4, 4, 3))
     swapped = swap_layers(original, inplace=False)
@@ -116,7 +116,7 @@ def test_stages_run_in_the_right_mode_and_backward_reaches_the_inputs(
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_both_sides_are_in_the_mode_of_the_stage_whatever_the_callers(training: bool) -> None:
+def test_both_sides_are_in_the_mode_of_the_stage(training: bool) -> None:
     original = nn.Sequential(nn.ConvTranspose2d(2, 2, 2), nn.ConvTranspose2d(2, 2, 2)).train(training)
     swapped = swap_layers(original, inplace=False)
     swapped[0].train(not training)
@@ -222,7 +222,7 @@ def test_a_network_that_returns_losses_in_train_mode() -> None:
     assert [c.stage for c in report.network] == ["forward", "backward", "step"]
 
 
-def test_stages_that_the_original_cannot_run_are_left_out_and_said_why() -> None:
+def test_stages_that_the_original_cannot_run_are_noted() -> None:
     original = Detector()
     report = benchmark(
         original, swap_layers(original, inplace=False), ([torch.randn(3, 4, 4)],), warmup=0, iters=7
@@ -260,7 +260,7 @@ def test_a_network_that_runs_in_train_mode_only() -> None:
     ]
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_networks_that_cannot_be_compared_are_refused() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(2, 2, 2))
     with pytest.raises(ValueError, match="same object"):
         benchmark(model, model, torch.randn(1, 2, 3, 3))
@@ -304,7 +304,7 @@ def test_loss_reaches_every_output_and_stays_in_range_in_float16() -> None:
         sum_of_squares([torch.zeros(1).long()])
 
 
-def test_a_loss_of_the_users_own() -> None:
+def test_a_given_loss() -> None:
     original = nn.Sequential(nn.ConvTranspose2d(2, 2, 2))
     seen: list[torch.Size] = []
 
@@ -325,7 +325,7 @@ def test_a_loss_of_the_users_own() -> None:
     assert set(seen) == {torch.Size((1, 2, 4, 4))}
 
 
-def test_share_counts_every_call_and_is_a_share() -> None:
+def test_the_share_counts_every_call_and_is_at_most_1() -> None:
     def took(ms: float) -> Timing:
         return Timing(ms, ms, ms, 9)
 

@@ -21,7 +21,7 @@ def random_state() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("fails_in", [None, "forward", "training"])
-def test_benchmark_leaves_everything_as_it_was(fails_in: str | None) -> None:
+def test_benchmark_restores_everything(fails_in: str | None) -> None:
     original = prepared_generator()
     swapped = swap_layers(original, inplace=False)
 
@@ -64,7 +64,7 @@ def test_preserved_undoes_whatever_happens_inside() -> None:
     assert (snapshot(model), random_state()) == frozen
 
 
-def test_inputs_that_the_network_overwrites_are_not_the_users() -> None:
+def test_a_network_overwrites_only_copies_of_its_inputs() -> None:
     class Overwriting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +93,7 @@ def test_a_loss_computed_before_can_still_be_differentiated() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_what_was_not_changed_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_tensors_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.ConvTranspose2d(2, 2, 2), nn.BatchNorm2d(2))
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
@@ -182,7 +182,7 @@ def test_frozen_layers_are_frozen_again(write: bool) -> None:
     stale, unfrozen = model[1], model[2]
     with torch.no_grad():
         stale.weight.add_(1.0)
-    unfrozen.tconv_let_packed_go()
+    unfrozen.tconv_release_packed()
     packed = model[0]._tconv_packed
     with preserved(model), torch.no_grad():
         if write:

@@ -141,7 +141,7 @@ def test_bad_arguments_are_named(variants: dict[str, Any], options: dict[str, An
         time_interleaved(variants, **options)
 
 
-def test_the_cuda_clock_wants_a_cuda_device() -> None:
+def test_the_cuda_clock_requires_a_cuda_device() -> None:
     assert isinstance(clock_for("cpu"), WallClock)
     with pytest.raises(ValueError, match="device='cpu'"):
         CudaClock("cpu")
@@ -165,7 +165,7 @@ def test_interval_is_of_the_pairs_and_drift_cancels() -> None:
     assert (low, high) == (2.0, 2.0)
 
 
-def test_interval_holds_the_median_as_often_as_it_says() -> None:
+def test_the_interval_contains_the_median_as_often_as_claimed() -> None:
     source = random.Random(0)
     ones = Timing.of([1.0] * 15)
     hits = 0
@@ -176,7 +176,7 @@ def test_interval_holds_the_median_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (9, 2, 8), (20, 6, 15), (100, 40, 61)])
-def test_interval_takes_the_ranks_of_the_sign_test(count: int, low: int, high: int) -> None:
+def test_the_interval_has_the_ranks_of_the_sign_test(count: int, low: int, high: int) -> None:
     ratios = Timing.of([float(i) for i in range(count, 0, -1)])
     assert speedup_interval(ratios, Timing.of([1.0] * count)) == (low, high)
 

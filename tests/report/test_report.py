@@ -160,7 +160,7 @@ def test_plain_text_of_80_columns_where_there_is_no_terminal(
     assert [line.removeprefix("    ") for line in snippet.splitlines()] == FACTS.load_snippet.splitlines()
 
 
-def test_one_look_at_a_verified_and_timed_swap() -> None:
+def test_the_short_report_of_a_verified_and_timed_swap() -> None:
     text = render(PLAN, verified(), timed(peak_memory=[PeakMemory("step", 3 << 30, 700 << 20)]))
     flat = squeezed(text)
     assert "2 of 3 transposed convolutions swapped" in flat
@@ -174,12 +174,12 @@ def test_one_look_at_a_verified_and_timed_swap() -> None:
         assert note in flat
 
 
-def test_layers_swapped_and_not_and_why() -> None:
+def test_swapped_layers_and_those_that_are_left() -> None:
     text = render(PLAN, verified(), None)
     flat = squeezed(text)
     assert "main.0 = tied" in flat
     assert "100->512 k4" in flat
-    assert "Left as they are" in text
+    assert "Layers that stay as they are" in text
     assert "up 8->8 k2 s2 Scaled has a forward of its own" in flat
     assert LONG_NAME in "".join(line[2:50].strip() for line in text.splitlines())
 
@@ -245,7 +245,7 @@ def test_all_exact() -> None:
     assert "VERIFIED: 1 comparisons, all exact" in squeezed(render(PLAN, report, None))
 
 
-def test_what_was_not_done_is_said() -> None:
+def test_parts_that_were_not_done_are_named() -> None:
     flat = squeezed(render(PLAN, None, None))
     assert "NOT VERIFIED: nothing was compared" in flat
     assert "not timed" in flat
@@ -310,7 +310,7 @@ def test_a_busy_machine_is_noticed() -> None:
         (steady(0.7), Timing.of(steady(1.0, 0.9).samples_ms[::-1]), "0.70x noisy"),
     ],
 )
-def test_speedups_are_printed_as_what_they_are(original: Timing, swapped: Timing, expected: str) -> None:
+def test_speedups_in_words(original: Timing, swapped: Timing, expected: str) -> None:
     benchmark = BenchmarkReport(network=[Comparison("network", "forward", original, swapped)])
     (row,) = summarise(to_json_dict(PLAN, None, benchmark, FACTS)).network
     assert speedup_text(row) == expected
@@ -324,14 +324,14 @@ def test_colours_on_a_terminal_only() -> None:
     assert "VERIFIED" in stream.getvalue()
 
 
-def test_what_pytorch_computes_is_named() -> None:
+def test_layers_that_pytorch_computes_are_named() -> None:
     facts = replace(FACTS, native=("main.0: PyTorch computes grad_weight (measured)",))
     text = render(PLAN, verified(), timed(), facts)
     assert "- main.0: PyTorch computes grad_weight (measured)" in text
     assert to_json_dict(PLAN, None, None, facts)["facts"]["native"] == list(facts.native)
 
 
-def test_names_cannot_steer_the_terminal() -> None:
+def test_names_cannot_control_the_terminal() -> None:
     evil = "a\x1b[2J\rb"
     plan = SwapPlan((LayerPlan((evil,), "ConvTranspose2d", "1->1 k1", 1, True),))
     facts = Facts(evil, evil, evil, evil, evil, evil, (evil,), (evil,))
@@ -345,7 +345,7 @@ def test_names_cannot_steer_the_terminal() -> None:
     assert "\\x1b[2J" in text
 
 
-def test_a_stream_that_knows_ascii_only() -> None:
+def test_a_stream_that_can_print_ascii_only() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print_report(make_console(stream), PLAN, verified(), timed(), FACTS)
     stream.flush()
@@ -374,7 +374,7 @@ def test_json_round_trip() -> None:
     assert data["benchmark"]["environment"] == MACHINE
 
 
-def test_json_of_what_was_not_done_and_of_odd_values() -> None:
+def test_json_of_missing_parts_and_special_values() -> None:
     data = to_json_dict(PLAN, None, None, FACTS)
     assert data["verification"] is None
     assert data["benchmark"] is None

@@ -85,14 +85,14 @@ ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 class TestSchema:
-    def test_it_is_a_schema(self) -> None:
+    def test_the_schema_is_valid(self) -> None:
         jsonschema.Draft202012Validator.check_schema(json_schema())
 
     @ALL
-    def test_documents_obey_it(self, case: dict[str, Any]) -> None:
+    def test_documents_are_valid(self, case: dict[str, Any]) -> None:
         jsonschema.validate(json.loads(json.dumps(case, allow_nan=False)), json_schema())
 
-    def test_errors_obey_it(self) -> None:
+    def test_error_documents_are_valid(self) -> None:
         error = {"schema_version": 1, "tool": "tconv-swap", "outcome": "error", "error": "no", "exit_code": 3}
         jsonschema.validate(error, json_schema())
         with pytest.raises(jsonschema.ValidationError):
@@ -136,7 +136,7 @@ class TestSummary:
         assert forward.of_roof == pytest.approx(roof_ms / 0.051)
         assert forward.of_roof_before == pytest.approx(roof_ms / 0.080)
 
-    def test_both_is_what_a_layer_brings_to_a_training_step(self, document: dict[str, Any]) -> None:
+    def test_both_is_what_a_layer_adds_to_a_training_step(self, document: dict[str, Any]) -> None:
         both = summarise(document).layers[0].stage("both")
         assert both is not None
         assert both.speedup == pytest.approx((0.042 + 0.052) / (0.031 + 0.056))
@@ -188,7 +188,7 @@ class TestMarkdown:
         assert "- first layer that diverges: layer up.1" in text
         assert "**nan**" in text
 
-    def test_foreign_names_are_text(self) -> None:
+    def test_names_from_files_are_text(self) -> None:
         text = markdown(evil())
         fence = "````python\n"
         outside = text[: text.index(fence)] + text[text.index("\n````\n") + 5 :]
@@ -226,7 +226,7 @@ class TestPage:
         ):
             assert words in text
 
-    def test_foreign_names_are_text(self) -> None:
+    def test_names_from_files_are_text(self) -> None:
         content = page(evil())
         assert "\x1b" not in content
         assert "<script" not in content
@@ -235,7 +235,7 @@ class TestPage:
     def test_the_same_document_gives_the_same_page(self, document: dict[str, Any]) -> None:
         assert page(document) == page(document)
 
-    def test_charts_are_there_when_there_is_something_to_draw(self) -> None:
+    def test_charts_exist_if_there_is_something_to_draw(self) -> None:
         assert page(CASES["all"]).count("<svg") == 3
         assert page(CASES["no ways"]).count("<svg") == 2
         assert page(CASES["no ceilings"]).count("<svg") == 2

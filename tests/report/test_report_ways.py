@@ -50,7 +50,7 @@ def test_rows(document: dict[str, Any]) -> None:
     assert any("static shapes" in line for line in step.needs)
 
 
-def test_where_nothing_is_faster_it_is_said() -> None:
+def test_the_headline_if_no_way_is_faster() -> None:
     case = full_case()
     case["ways"].stages[0].best = case["ways"].stages[0].rows[0].way
     first = summarise(to_json_dict(**case)).ways[0]
@@ -89,7 +89,7 @@ def test_as_markdown_and_as_a_page(document: dict[str, Any]) -> None:
     assert "2.00x faster" in html
 
 
-def test_the_chart_has_what_was_timed(document: dict[str, Any]) -> None:
+def test_the_chart_shows_the_timed_ways(document: dict[str, Any]) -> None:
     chart = way_bars(summarise(document))
     assert chart is not None
     assert "ours+graph" in chart

@@ -1,4 +1,4 @@
-"""What the tests of the ablation share: its layers, and rows made up."""
+"""Shared by the tests of the ablation: layers, and invented rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ DRAWN = random_layers()
 
 
 def made_up(times: Mapping[str, float], *, taken: str = PYTORCH, **changes: Any) -> Row:
-    """A row of these times."""
+    """Returns a row with these times."""
     made = Row("layer", "1x1", "k4s2", True, "tf32", "nchw", "forward", taken, times, {})
     return replace(made, **changes)

@@ -1,4 +1,5 @@
-"""Files that want to do harm: records written as pickles, random ones too, and a watch over what loading one does."""
+"""Files of an attacker: records written as pickles, also random ones, and an observer of everything that loading
+does."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def ordered(*pairs: Record) -> Call:
 
 
 def layer(cls: Any, **changed: Record) -> Call:
-    """The record of a layer with what every layer has, and `changed`."""
+    """Returns the record of a layer with the attributes that every layer has, and `changed`."""
     state: dict[str, Record] = {
         "training": True,
         **{field: Items(dict, []) for field in ("_parameters", "_buffers", "_modules")},
@@ -53,7 +54,7 @@ def layer(cls: Any, **changed: Record) -> Call:
 
 
 def tensor(elements: int = 4, size: tuple[int, ...] = (4,), dtype: str = "Float", **changed: Record) -> Call:
-    """A strided tensor on the storage "0", which has room for four numbers of eight bytes."""
+    """Returns a strided tensor on the storage "0", which has room for four numbers of eight bytes."""
     strides = [1] * len(size)
     for i in range(len(size) - 2, -1, -1):
         strides[i] = strides[i + 1] * size[i + 1]
@@ -79,11 +80,11 @@ def parameter(data: Record) -> Call:
     return rebuilt("_rebuild_parameter", data, True, ordered())
 
 
-_MOST_BYTES = 1_000_000
+_MAX_BYTES = 1_000_000
 
 
 class UnwritableError(Exception):
-    """No pickle says so: a tuple or the arguments of a call contain what they make."""
+    """No pickle can express this: a tuple or the arguments of a call contain what they make."""
 
 
 class _Writer:
@@ -92,11 +93,11 @@ class _Writer:
         self.memo: dict[int, int] = {}
 
     def write(self, root: Record) -> None:
-        # A stack of what is still to be written: records, and bytes of instructions in a bytearray.
+        # A stack of things that are not yet written: records, and bytes of instructions in a bytearray.
         rest: list[Any] = [root]
         while rest:
             record = rest.pop()
-            if len(self.out) > _MOST_BYTES:
+            if len(self.out) > _MAX_BYTES:
                 raise UnwritableError
             if isinstance(record, bytearray):
                 self.out += record
@@ -150,14 +151,14 @@ def _atom(value: Any) -> bytes:
 
 
 def pickled(record: Record) -> bytes:
-    """The pickle that reads as these records."""
+    """Returns the pickle that is read as these records."""
     writer = _Writer()
     writer.write(record)
     return bytes(writer.out) + b"."
 
 
 def save(path: Path, pickle: bytes, storages: dict[str, bytes] | None = None) -> Path:
-    """An archive as `torch.save` writes it around a pickle."""
+    """Writes an archive around a pickle, as `torch.save` does."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle)
         archive.writestr("archive/byteorder", "little")
@@ -204,7 +205,7 @@ sys.addaudithook(_watch)
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[str]]:
-    """Inside, everything that reaches out of the process or executes code is written down in what it gives."""
+    """Records everything inside that has an effect outside of the process or executes code."""
     global _watching
     _seen.clear()
     _watching = True
@@ -215,7 +216,7 @@ def watched() -> Iterator[list[str]]:
 
 
 def use(model: nn.Module) -> None:
-    """What the program does with a network: plan the swap, and run it, which may fail."""
+    """Does what the program does with a network: plans the swap, and runs it, which may fail."""
     plan_swap(model)
     for shape in ((1, 4, 4, 4), (2, 4)):
         with contextlib.suppress(Exception), torch.no_grad():
@@ -233,7 +234,7 @@ _KEYS = ("forward", "__call__", "__class__", "__dict__", "__getattr__", "__setst
 
 
 def anything(chance: random.Random, depth: int = 4) -> Record:
-    """A record of allowed names, put together at random."""
+    """Returns a random record of allowed names."""
     kind = chance.randrange(9 if depth else 4)
     if kind == 0:
         return chance.choice([None, True, 0, 1, -1, 2**40, 0.5, "weight", "cpu", "x", b"y"])
@@ -258,7 +259,7 @@ def anything(chance: random.Random, depth: int = 4) -> Record:
 
 
 def changed(chance: random.Random, root: Record) -> None:
-    """Puts something else, or another part of the same file, in the place of a random part."""
+    """Replaces a random part by something else, or by another part of the same file."""
     parts = _lists(root)
     content = chance.choice([part for part in parts if part])
     place = chance.randrange(len(content))

@@ -1,4 +1,5 @@
-"""What the tests of timing share: a network with every kind of state, and all that may change in it."""
+"""Shared by the tests of timing: a network with every kind of state, and a snapshot of everything that may change in
+it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# --- networks come out as they went in ----------------------------------------
+# --- the state of networks -----------------------------------------------------
 
 
 class Generator(nn.Module):
-    """Small, with all that has state: BatchNorm, dropout, in-place activation, frozen layer, buffers."""
+    """Small, with every kind of state: BatchNorm, dropout, in-place activation, frozen layer, buffers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of the benchmark share: the suite, a small version of it, a GPU that is not there."""
+"""Shared by the tests of the benchmark: the suite, a small version of it, and a GPU that this machine lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUITE = load_suite()
 TARGETS = SUITE.targets
 H200 = plan.Device("sm_90", multiprocessors=132, shared_memory_per_block=232448)
 
-#: As measured on one H200.
+#: Measured on one H200.
 CEILINGS = Ceilings(
     4283.931915069964,
     {
@@ -25,7 +25,7 @@ CEILINGS = Ceilings(
 
 
 def small(layer: Layer) -> Layer:
-    """The same layer with few channels and pixels, two images, and no more than 256 taps."""
+    """Returns the same layer with few channels and pixels, two images, and no more than 256 taps."""
     g = layer.geometry
     if g.taps > 256:
         kernel, stride, padding = ((a // 8, b // 8) for a, b in (g.kernel, g.stride, g.padding))

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a network in a file, and calls of it."""
+"""Shared by the tests of the command line: a network in a file, and calls of the command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generator() -> nn.Sequential:
 
 
 def saved_generator() -> Path:
-    """Of a generator, in the working directory."""
+    """Saves a generator in the working directory."""
     torch.save(generator(), "model.pt")
     return Path("model.pt")
 
@@ -37,7 +37,7 @@ def run(*arguments: object) -> Any:
 
 
 def swap(*arguments: object) -> Any:
-    """`run` without the timing, on the CPU."""
+    """Calls `run` without the timing, on the CPU."""
     return run(*arguments, "--no-benchmark", "--device", "cpu")
 
 
@@ -64,6 +64,6 @@ def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Whoever started the tests in the background had SIGINT ignored, which children inherit.
+        # If the tests were started in the background, SIGINT is ignored, which children inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -1,4 +1,4 @@
-"""What the tests of the operator on CUDA share: geometries, tolerances, the oracle's judgement."""
+"""Shared by the tests of the operator on CUDA: geometries, tolerances, the comparison with the oracle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tconv_swap.op import conv_transpose2d as conv_transpose2d_of_any_backend
 
-#: Ours is what is tested here, the general kernels included, also where "auto" would take PyTorch's.
+#: Our kernels are tested here, including the general ones, also where "auto" would take PyTorch's operator.
 conv_transpose2d = functools.partial(conv_transpose2d_of_any_backend, backend="kernel")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-#: Relative L2 error allowed: rounding of operands and result, a few units of it for the longest sums here.
+#: The allowed relative L2 error: rounding of operands and result, a few units of it for the longest sums here.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 TF32_TOLERANCE = 1e-3
 
@@ -76,7 +76,7 @@ def arguments(case: dict) -> dict:
 
 
 def relative_error(result: Tensor, truth: Tensor, scale: Tensor | None = None) -> float:
-    """||result - truth|| / ||scale||; the scale is the truth itself unless that may cancel to nothing."""
+    """Returns ||result - truth|| / ||scale||; the scale is the truth itself unless its terms may cancel."""
     truth = truth.detach().double().to(result.device)
     return float(
         (result.detach().double() - truth).norm()
@@ -85,7 +85,7 @@ def relative_error(result: Tensor, truth: Tensor, scale: Tensor | None = None) -
 
 
 def check_against_oracle(x: Tensor, w: Tensor, b: Tensor | None, kwargs: dict, tolerance: float) -> None:
-    """Forward and all three gradients against the oracle."""
+    """Compares the output and all three gradients with the oracle."""
     leaves = [
         t.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         for t in (x, w, b)

@@ -1,4 +1,4 @@
-"""One process of a group: DDP of a network whose blocks are fused, against DDP of the network as it was.
+"""One process of a group: compares DDP of a network with fused blocks with DDP of the original network.
 
 The test suite starts two of them with gloo on the CPU, by pretended kernels. With NCCL on two GPUs, by the real ones:
 
@@ -54,7 +54,7 @@ def stepped(model: nn.Module, batches: Tensor) -> nn.Module:
 
 
 def compare(rank: int, size: int, device: torch.device) -> int:
-    """How many blocks were computed as one."""
+    """Returns how many blocks were computed as one."""
     batches = torch.randn(3, 2 * size, 4, 6, 5, generator=torch.Generator().manual_seed(1)).to(device)
     mine = batches[:, 2 * rank : 2 * rank + 2]
     original = network().to(device)
@@ -94,6 +94,6 @@ def main(rank: int, size: int, file: str, backend: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
-    # As in ddp_worker.py.
+    # For the reason given in ddp_worker.py.
     sys.stderr.flush()
     os._exit(0)

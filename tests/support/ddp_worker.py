@@ -23,7 +23,7 @@ from tconv_swap import ConvTranspose2d, swap_layers
 
 
 def outputs_of(size: int, backend: str, file: Path) -> list[str]:
-    """What each process of a group printed.
+    """Returns what each process of a group printed.
 
     Raises:
         AssertionError: one ended with an error.
@@ -97,7 +97,7 @@ def main(rank: int, size: int, file: str, backend: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
-    # All is compared and the group is gone; ending the interpreter as well was seen to abort, now and then, in torch
+    # Everything is compared and the group is destroyed; ending the interpreter normally sometimes aborted in torch
     # ("terminate called without an active exception").
     sys.stderr.flush()
     os._exit(0)

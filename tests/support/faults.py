@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from verify_cases import Kernel, ScaleGradient, edited, flipped_tap, put, scaled_gradient
 
-#: Makes a kernel: what it keeps from call to call begins anew.
+#: Makes a kernel: each new kernel starts without the state of earlier calls.
 Make = Callable[[], Kernel]
 
 
@@ -39,7 +39,7 @@ def right(*arguments: Any) -> Tensor:
 
 
 class Backward(torch.autograd.Function):
-    """The value itself; its gradient goes through a function that sees it as it lies in memory."""
+    """Returns the value itself; its gradient goes through a function that sees its memory layout."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -84,11 +84,11 @@ def raises_at_every(period: int) -> Kernel:
 
 
 def keeps_first(which: int, *, forward: bool = True) -> Kernel:
-    """Of weight (1) or bias (2), by shape, as they were at the first use; only in the gradients if not `forward`."""
+    """Keeps weight (1) or bias (2) of each shape from the first use; only for the gradients if not `forward`."""
     kept: dict[torch.Size, Tensor] = {}
 
     class Stale(torch.autograd.Function):
-        """The value of one, the gradients of the other."""
+        """Has the value of one, and the gradients of the other."""
 
         @staticmethod
         def forward(ctx: Any, now: Tensor, then: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def keeps_first(which: int, *, forward: bool = True) -> Kernel:
 
 
 def keeps_by_version() -> Kernel:
-    """The weight of the first use, until its version counter says that it was written to."""
+    """Keeps the weight of the first use until its version counter says that it was written."""
     kept: dict[torch.Size, tuple[int, Tensor]] = {}
 
     def kernel(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -127,7 +127,7 @@ def keeps_by_version() -> Kernel:
 
 
 def static_buffer(count: int) -> Kernel:
-    """Outputs of one shape lie in the same memory again after so many calls."""
+    """Reuses the memory of outputs of one shape after `count` calls."""
     buffers: dict[torch.Size, list[Tensor]] = {}
     calls = itertools.count()
 
@@ -162,7 +162,7 @@ def turned(*arguments: Any) -> Tensor:
 
 
 def scaled_inside(factor: float) -> Kernel:
-    """Off by a factor before the one rounding, as a kernel with a wrong constant is."""
+    """Is off by a factor before the single rounding, like a kernel with a wrong constant."""
 
     def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         wide = right(x.double(), weight.double(), None if bias is None else bias.double(), *rest)
@@ -172,7 +172,7 @@ def scaled_inside(factor: float) -> Kernel:
 
 
 def gradient_scaled_inside(which: int, factor: float) -> Kernel:
-    """The same of a gradient."""
+    """Does the same to a gradient."""
 
     def kernel(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         wide = [None if t is None else t.double() for t in (x, weight, bias)]
@@ -231,7 +231,7 @@ def writes_to_its_input(x: Tensor, *rest: Any) -> Tensor:
 
 
 def keeps(kernel: Kernel) -> Make:
-    """A kernel that keeps nothing from call to call."""
+    """Makes a kernel that keeps nothing from call to call."""
     return lambda: kernel
 
 
@@ -261,7 +261,7 @@ FAULTS: dict[str, Fault] = {
     "grad_input NaN": Fault(keeps(scaled_gradient(0, math.nan))),
     "grad_weight missing": Fault(keeps(lambda x, w, *rest: right(x, w.detach(), *rest))),
     "no gradients at all": Fault(keeps(detached)),
-    # Wrong only where it is run in a certain way.
+    # Wrong only if it is run in a certain way.
     "wrong without gradients": Fault(keeps(where(lambda: not torch.is_grad_enabled()))),
     "wrong with gradients": Fault(keeps(where(torch.is_grad_enabled))),
     "wrong under inference_mode": Fault(
@@ -294,9 +294,11 @@ FAULTS: dict[str, Fault] = {
         lambda: keeps_first(1, forward=False), said="with changed weights"
     ),
     "keeps the weight by its version": Fault(keeps_by_version, said="with changed weights"),
-    "one output buffer": Fault(lambda: static_buffer(1), said="lies where an earlier output lies"),
-    "three output buffers in turn": Fault(lambda: static_buffer(3), said="lies where an earlier output lies"),
-    "one gradient buffer": Fault(static_gradient, said="lies where an earlier gradient lies"),
+    "one output buffer": Fault(lambda: static_buffer(1), said="shares memory with an earlier output"),
+    "three output buffers in turn": Fault(
+        lambda: static_buffer(3), said="shares memory with an earlier output"
+    ),
+    "one gradient buffer": Fault(static_gradient, said="shares memory with an earlier gradient"),
     "writes to its input": Fault(keeps(writes_to_its_input)),
     # Wrong memory.
     "channels_last for contiguous": Fault(keeps(lies(torch.channels_last)), said="has strides"),
@@ -313,7 +315,7 @@ FAULTS: dict[str, Fault] = {
     "gradient wrong if expanded": Fault(
         keeps(gradient_where(lambda g: 0 in g.stride())), said="grad_output expanded"
     ),
-    # A small scale in a coarse dtype, where every element is off by less than rounding may make it.
+    # A wrong scale in a coarse dtype: every element is off by less than rounding may change it.
     "float16 output scaled by 1.001": Fault(keeps(scaled_inside(1.001)), HALF, said="on average 1.00"),
     "float16 grad_input scaled by 1.001": Fault(
         keeps(gradient_scaled_inside(0, 1.001)), HALF, said="on average 1.00"
@@ -329,7 +331,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class NetworkFault(nn.Module):
-    """Base of decoders that are wrong outside of their layers, if `wrong` is set."""
+    """Base of decoders that are wrong outside of their layers if `wrong` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +371,7 @@ class KeepsWeights(NetworkFault):
 
 
 class Served(NetworkFault):
-    """Another factor under inference_mode."""
+    """Uses another factor under inference_mode."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) * (1.05 if self.wrong and torch.is_inference_mode_enabled() else 1.0)
@@ -382,7 +384,7 @@ class LiesOtherwise(NetworkFault):
 
 
 NETWORK_FAULTS: dict[str, tuple[type[NetworkFault], str]] = {
-    "an output buffer of its own": (OneBuffer, "of one run lies where that of the next lies"),
+    "an output buffer of its own": (OneBuffer, "of one run shares memory with that of the next"),
     "weights kept by the network": (KeepsWeights, "with changed weights"),
     "wrong under inference_mode": (Served, "under inference_mode"),
     "lies otherwise": (LiesOtherwise, "has strides"),

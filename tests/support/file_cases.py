@@ -1,4 +1,4 @@
-"""What the tests of files share: a call of the command line, its one line where it refuses, a program."""
+"""Shared by the tests of files: a call of the command line, the single line of a refusal, and a program."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Foreign:
 
 
 def detection_inputs(**more: Callable[[], Tensor]) -> Inputs:
-    """Two images of different sizes and their targets: a list of tensors, a list of dicts."""
+    """Returns two images of different sizes and their targets: a list of tensors, a list of dicts."""
     images = [torch.rand(3, 64, 64), torch.rand(3, 48, 64)]
     targets = [
         {
@@ -49,7 +49,8 @@ def detection_inputs(**more: Callable[[], Tensor]) -> Inputs:
 
 
 def detector(kind: str) -> nn.Module:
-    """torchvision's, with a backbone of two convolutions and heads of few channels, which CI can wait for."""
+    """Returns torchvision's detector with a backbone of two convolutions and heads of few channels, small enough for
+    CI."""
     from torchvision.models import detection
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
     from torchvision.models.detection.keypoint_rcnn import KeypointRCNNHeads, KeypointRCNNPredictor
@@ -160,7 +161,7 @@ def clipseg() -> nn.Module:
 
 
 def eomt() -> nn.Module:
-    """Scales its features up as the simple pyramid of ViTDet does."""
+    """Scales its features up like the simple pyramid of ViTDet."""
     from transformers import EomtConfig, EomtForUniversalSegmentation
 
     return EomtForUniversalSegmentation(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def generator() -> nn.Sequential:
-    """With all that has state: BatchNorm, dropout."""
+    """Returns a generator with every kind of state: BatchNorm, dropout."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.ConvTranspose2d(4, 6, 4, 2, 1),
@@ -27,7 +27,7 @@ def generator() -> nn.Sequential:
 
 
 class Named(nn.Module):
-    """Takes keywords and a number, and gives a dict with something in it that is no tensor."""
+    """Takes keyword arguments and a number, and returns a dict with an entry that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def images(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
 def trained(
     network: nn.Module, call: Callable[..., Any], *, device: str = "cpu", steps: int = 4, accumulate: int = 1
 ) -> list[Tensor]:
-    """Outputs, parameters, buffers, momenta and the random state, after some steps with a gradient scaler."""
+    """Returns outputs, parameters, buffers, momenta and the random state after some steps with a gradient scaler."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     torch.manual_seed(7)
@@ -70,7 +70,7 @@ def trained(
 
 
 class Stand:
-    """`torch.cuda.make_graphed_callables` without CUDA; counts its replays."""
+    """Stands in for `torch.cuda.make_graphed_callables` without CUDA; counts its replays."""
 
     def __init__(self) -> None:
         self.replays = 0

@@ -1,4 +1,5 @@
-"""A kernel run by itself on a GPU, on random tensors: against float64, in poisoned memory, and the same bits again."""
+"""Runs a single kernel on a GPU on random tensors: compares it with float64, in poisoned memory, and repeats its
+bits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 class Run(NamedTuple):
-    """What was computed, from what, and what it is in float64.
+    """The results, their operands, and the true values in float64.
 
     Attributes:
         tensors: input, weight and bias, if there is one, and with an epilogue the norm's weight, bias, running_mean and
@@ -73,7 +74,7 @@ def assert_kernel_matches(
     if any(mask):
         grad = drawn(g.output_shape, images_last)
         truths, scales = _gradients(g, grad, x, w, mask)
-        # What a gradient does not depend on holds no numbers.
+        # Tensors on which a gradient does not depend hold NaN.
         for operand, is_read in ((x, mask[1]), (w, mask[0])):
             if not is_read:
                 operand.fill_(float("nan"))
@@ -90,7 +91,7 @@ def assert_kernel_matches(
         scales = truths
 
     def run() -> list[Tensor]:
-        # Freed at once: what is allocated next has its memory. All bits set are no number in any dtype.
+        # Freed at once, so that the next allocation gets this memory. All bits set are NaN in every dtype.
         torch.full((made.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
         return torch.ops.tconv_swap.launch.default(handle, tensors)  # type: ignore[no-any-return]
 
@@ -109,7 +110,8 @@ def assert_kernel_matches(
 
 
 def _ended(y: Tensor, epilogue: Epilogue, affine: bool) -> tuple[list[Tensor | None], list[Tensor]]:
-    """The norm's weight, bias, running_mean and running_var, of about the moments of ``y``; and the epilogue of it."""
+    """Returns weight, bias, running_mean and running_var of a norm, with about the moments of ``y``, and their
+    epilogue."""
     vectors: list[Tensor | None] = [None] * 4
     if epilogue.normalizes:
         channels, spread = y.shape[1], float(y.std())
@@ -140,11 +142,11 @@ def _outputs(g: Geometry, channels_last: tuple[bool, bool], mask: Mask) -> tuple
 def _gradients(
     g: Geometry, grad: Tensor, x: Tensor, w: Tensor, mask: Mask
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that ``mask`` asks for in float64, and what an error of each is relative to."""
+    """Returns the gradients that ``mask`` selects in float64, and the scale of the error of each."""
     wide = [one.detach().double().requires_grad_() for one in (x, w)]
     y = conv_transpose2d_reference(*wide, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     exact = grad.double()
     truths = [*torch.autograd.grad(y, wide, exact), exact.sum((0, 2, 3))]
-    # A sum may cancel to nothing.
+    # The terms of a sum may cancel.
     scales = [*truths[:2], exact.abs().sum((0, 2, 3))]
     return [[one for one, wanted in zip(of, mask, strict=True) if wanted] for of in (truths, scales)]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What the tests of loading and saving share: a generator, and pickles that would run something."""
+"""Shared by the tests of loading and saving: a generator, and pickles that would execute something."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generator() -> nn.Sequential:
 
 
 class RunsCommand:
-    """Unpickled, it would create the file `marker`."""
+    """If it is unpickled, it creates the file `marker`."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

@@ -1,4 +1,4 @@
-"""The definition of a transposed convolution, in float64, sharing nothing with the kernels or with PyTorch's.
+"""The definition of a transposed convolution in float64; it shares no code with the kernels or with PyTorch's.
 
 Every input pixel is scattered, tap by tap, to where the definition says it goes. Gradients come by autograd.
 """
@@ -23,14 +23,14 @@ def conv_transpose2d_reference(
     groups: int = 1,
     dilation: int | tuple[int, int] = 1,
 ) -> Tensor:
-    """``x [N, Ci, H, W]``, ``w [Ci, Co / groups, KH, KW]``, ``b [Co]``: ``[N, Co, OH, OW]`` in float64."""
+    """Returns ``[N, Co, OH, OW]`` in float64 for ``x [N, Ci, H, W]``, ``w [Ci, Co / groups, KH, KW]``, ``b [Co]``."""
     (sh, sw), (ph, pw), (oph, opw), (dh, dw) = map(_pair, (stride, padding, output_padding, dilation))
     n, ci, h, wd = x.shape
     _, co_group, kh, kw = w.shape
     x = x.double().reshape(n, groups, ci // groups, h, wd)
     w = w.double().reshape(groups, ci // groups, co_group, kh, kw)
     span_h, span_w = (h - 1) * sh + dh * (kh - 1) + 1, (wd - 1) * sw + dw * (kw - 1) + 1
-    # What output_padding adds lies beyond the last tap, and is zero but for the bias.
+    # output_padding adds positions beyond the last tap, which are zero except for the bias.
     canvas = torch.zeros(
         n, groups, co_group, span_h + oph, span_w + opw, dtype=torch.float64, device=x.device
     )

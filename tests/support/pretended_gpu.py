@@ -1,6 +1,6 @@
-"""A GPU where there is none: calls as on an H200, of CPU tensors, whose launches PyTorch computes.
+"""A pretended H200: calls of CPU tensors, whose launches PyTorch computes.
 
-What casts, finds, chooses, lays out and differentiates a call (csrc/call.cpp, cuda/call.py) is the real thing.
+The code that casts, plans, copies and differentiates a call (csrc/call.cpp, cuda/call.py) is the real one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class GPU:
 
     Attributes:
         launched: handles of plans, in the order of their launches.
-        casts: how many launches cast what an autocast casts.
-        planned: what Python has planned: ``"output"`` or ``"gradients"``.
+        casts: how many launches cast tensors for an autocast.
+        planned: the calls that Python planned: ``"output"`` or ``"gradients"``.
         received: the address and strides of each tensor of these launches.
     """
 
@@ -62,7 +62,7 @@ class GPU:
     planned: list[str] = field(default_factory=list)
     received: list[list[tuple[int, tuple[int, ...]] | None]] = field(default_factory=list)
     _plans: dict[int, tuple[program.Plan, torch.dtype]] = field(default_factory=dict)
-    # Not the handles of programs that a test with a launcher of its own has added.
+    # These differ from the handles of programs that a test with a launcher of its own adds.
     _handles: Iterator[int] = field(default_factory=lambda: count(1 << 40))
 
     def add_plan(
@@ -107,7 +107,7 @@ class GPU:
         ]
 
     def output(self, input: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "kernel") -> Tensor:
-        """As where nothing is differentiated."""
+        """Computes the output without a derivative."""
         return _OUTPUT.redispatch(_CUDA, input, weight, bias, GEOMETRY, backend)  # type: ignore[no-any-return]
 
     def gradients(
@@ -118,19 +118,19 @@ class GPU:
         mask: list[bool],
         backend: str = "kernel",
     ) -> list[Tensor]:
-        """As a compiled graph computes them."""
+        """Computes gradients as a compiled graph does."""
         return _GRADIENTS.redispatch(_CUDA, grad_output, input, weight, GEOMETRY, mask, backend)  # type: ignore[no-any-return]
 
     def differentiable(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "kernel"
     ) -> Tensor:
-        """As an eager layer calls it."""
+        """Computes the output as an eager layer does."""
         return _OUTPUT.redispatch(_AUTOGRAD, input, weight, bias, GEOMETRY, backend)  # type: ignore[no-any-return]
 
     def under_autocast(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """As an eager layer calls it inside of ``torch.autocast("cuda", dtype)``."""
+        """Computes the output as an eager layer does inside ``torch.autocast("cuda", dtype)``."""
         before = torch.get_autocast_dtype("cuda")
         torch.set_autocast_dtype("cuda", dtype)
         try:
@@ -141,7 +141,7 @@ class GPU:
 
 @contextmanager
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
-    """Meanwhile, CPU tensors are computed as on CUDA by what is below the dispatcher."""
+    """Inside, the code below the dispatcher computes CPU tensors as on CUDA."""
     gpu = GPU()
     assert host.is_available()
     plan_call = call.plan_call
@@ -176,7 +176,7 @@ def grad_output(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
 
 
 def _computed(outputs: tuple[program.Output, ...], *tensors: Tensor | None) -> list[Tensor]:
-    """What the outputs of a plan are: that of a forward pass is larger than its input, gradients have their shapes."""
+    """Returns the outputs of a plan, by PyTorch."""
     first, second, third = (None if one is None else one.to(_wide(one.dtype)) for one in tensors)
     assert first is not None
     assert second is not None

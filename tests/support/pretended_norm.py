@@ -1,8 +1,7 @@
-"""A GPU whose kernels of normalisation, and of blocks in evaluation, a CPU computes: what is around them can be tested
-without one.
+"""A pretended GPU whose kernels of normalisation and of blocks in evaluation are computed by the CPU.
 
-What finds, lays out and differentiates a call (csrc/norm.h, blocks/kernels.py; csrc/block.h, blocks/evaluation.py) is
-the real thing.
+The code that plans, copies and differentiates a call (csrc/norm.h, blocks/kernels.py; csrc/block.h,
+blocks/evaluation.py) is the real one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tconv_swap.runtime.program import Plan
 
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-#: Of the activations that a sum may stand before, from their output.
+#: The gradients of the activations that may follow a sum, from their output.
 _SLOPES: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: lambda z: (z > 0).double(),
     Activation.TANH: lambda z: 1 - z * z,
@@ -41,17 +40,17 @@ _AUTOCAST = _AUTOGRAD | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUD
 
 
 class Pretended:
-    """Computes what plans of norms say.
+    """Computes plans of norms.
 
     Attributes:
         forwards, backwards: how often each was launched.
-        sum_forwards, sum_backwards: how often of these a sum stood before the activation.
-        blocks: how often a block in evaluation was.
-        planned: how many calls of a norm Python has planned.
-        blocks_planned: the same of a block in evaluation.
-        casts: whether calls of blocks in evaluation are made as inside of an autocast.
-        spoil: changes what a kernel writes, for tests of what notices it.
-        grad_outputs: the strides of each that a backward pass was given.
+        sum_forwards, sum_backwards: how many of these had a sum before the activation.
+        blocks: how often a block in evaluation was launched.
+        planned: how many calls of a norm Python planned.
+        blocks_planned: how many calls of a block in evaluation Python planned.
+        casts: whether calls of blocks in evaluation are made as inside an autocast.
+        spoil: changes what a kernel writes, for tests of the verification.
+        grad_outputs: the strides of grad_output in each backward pass.
     """
 
     def __init__(self) -> None:
@@ -229,14 +228,14 @@ class Pretended:
             assert z.stride() == x.stride()
             activation, passed_back = Activation.IDENTITY, passed_back * _SLOPES[activation](z.double())
         form = Form(norm.per_image, trains, norm.eps, activation, norm.slope)
-        # A kernel leaves the gradients of parameters apart for every image that has statistics of its own.
+        # A kernel writes separate gradients of the parameters for every image that has statistics of its own.
         images = norm.batch if norm.per_image else 1
         found_x, of_parameters = [], []
         for image in range(images):
             # A launch is below autograd, which is used here to compute what a kernel writes.
             with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
                 chosen = slice(image, image + 1) if norm.per_image else slice(None)
-                # PyTorch's InstanceNorm takes a gradient in channels_last for a contiguous one on a CPU.
+                # On a CPU, PyTorch's InstanceNorm treats a gradient in channels_last as a contiguous one.
                 part, given = x.detach()[chosen], passed_back.detach()[chosen].contiguous()
                 of = [
                     one.detach().double().requires_grad_() for one in (part, weight, bias) if one is not None
@@ -259,7 +258,7 @@ class Pretended:
 
 @contextmanager
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
-    """Blocks on the CPU go by pretended kernels meanwhile, as on CUDA by what is below the dispatcher."""
+    """Inside, blocks on the CPU use pretended kernels, as the code below the dispatcher does on CUDA."""
     assert host.is_available()
     gpu = Pretended()
     plan_call, op = kernels.plan_call, kernels.norm_activation

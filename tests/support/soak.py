@@ -1,4 +1,5 @@
-"""Very many calls of random kinds, from several threads of one process: what they give, and what they leave behind."""
+"""Very many calls of random kinds from several threads of one process: their results, and the memory they leave
+behind."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ from tconv_swap.runtime import launch
 from tconv_swap.runtime.program import Plan
 
 THREADS = 4
-#: How many kinds a thread draws from otherwise.
+#: How many recent kinds a thread draws from.
 RECENT = 64
-#: Of all calls: those that are compared with float64.
+#: The fraction of calls that are compared with float64.
 CHECKED = 0.04
-#: The numbers that tensors are made of; a tensor begins within the first of them, as its call draws.
+#: The pool of numbers for tensors; a tensor begins at a random one of the first.
 POOL, BEGINNINGS = 1 << 19, 4096
 #: How often the call plans are counted.
 COUNTED_EVERY = 500
@@ -53,7 +54,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells calls apart. ``wanted``: the gradients of input, weight and bias that are asked for."""
+    """A kind of call. ``wanted``: which gradients of input, weight and bias it computes."""
 
     place: str
     layer: Layer
@@ -78,7 +79,7 @@ class Kind:
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
-        """Stride, padding, output_padding and groups."""
+        """The stride, padding, output_padding and groups."""
         return self.layer[3:]
 
 
@@ -99,7 +100,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Figures:
-    """What a soak found. ``resident``: bytes of the process after each fifth of the calls."""
+    """The results of a soak test. ``resident``: bytes of the process after each fifth of the calls."""
 
     calls: int = 0
     kinds: int = 0
@@ -123,7 +124,7 @@ class Figures:
 
 
 def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
-    """New ones without end, the same for the same seed."""
+    """Yields kinds without end, the same ones for the same seed."""
     rng = random.Random(seed)
     while True:
         place = rng.choice(sorted(places))
@@ -150,7 +151,7 @@ def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
 
 
 def laid_out(pool: Tensor, shape: tuple[int, ...], layout: str, begin: int) -> Tensor:
-    """A tensor of the pool's numbers, which begins at an aligned one unless it is ``"misaligned"``."""
+    """Returns a tensor of numbers of the pool, aligned unless it is ``"misaligned"``."""
     count = math.prod(shape)
     if layout == "misaligned":
         begin += 1
@@ -165,7 +166,7 @@ def laid_out(pool: Tensor, shape: tuple[int, ...], layout: str, begin: int) -> T
 
 @dataclass
 class Soak:
-    """Threads in pairs that draw the same kinds at about the same time."""
+    """Runs threads in pairs that draw the same kinds at about the same time."""
 
     places: dict[str, Place]
     new: float  # of all calls: those of a kind that their thread has not drawn before
@@ -188,7 +189,7 @@ class Soak:
         self._lock = threading.Lock()
 
     def run(self, calls: int) -> Figures:
-        """Raises what a call raised, or AssertionError for a result that is wrong."""
+        """Raises the exception of a call, or AssertionError for a wrong result."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         began, known = time.perf_counter(), unbounded_caches()
@@ -277,7 +278,7 @@ class Soak:
 def worst_error(
     kind: Kind, leaves: Sequence[Tensor], grad: Tensor, y: Tensor, found: Sequence[Tensor]
 ) -> float:
-    """Of the output and the gradients against PyTorch in float64, in parts of what the dtype allows."""
+    """Returns the worst error of output and gradients against PyTorch in float64, as a fraction of the tolerance."""
     wide = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
     stride, padding, output_padding, groups = kind.arguments
     bias = wide[2] if kind.has_bias else None
@@ -288,14 +289,14 @@ def worst_error(
     if asked:
         truths = torch.autograd.grad(expected, asked, grad.double())
         for got, truth in zip(found, truths, strict=True):
-            # The gradient of a bias may cancel to nothing.
+            # The gradient of a bias may cancel to 0.
             scale = grad.double().abs().sum((0, 2, 3)) if truth.dim() == 1 else None
             errors.append(relative_error(got, truth, scale))
     return max(errors) / TOLERANCE[kind.dtype]
 
 
 def resident_bytes() -> int:
-    """Of this process, once what Python and the allocator do not need is given back."""
+    """Returns the resident bytes of this process after Python and the allocator released what they do not need."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
@@ -306,28 +307,28 @@ def _allocated() -> int:
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
-    # PyTorch keeps 32 MiB for each thread that has multiplied matrices.
+    # PyTorch keeps 32 MiB for each thread that multiplied matrices.
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
 
 
 def unbounded_caches() -> dict[str, int]:
-    """How much each of this package's remembered functions knows that has no bound."""
+    """Returns the number of entries of each unbounded cache of this package's functions."""
     return {
         f"{one.__module__}.{one.__qualname__}": one.cache_info().currsize
         for one in gc.get_objects()
-        # isinstance asks objects for a class that they may make up
+        # isinstance would use __class__, which objects may override
         if type(one) is functools._lru_cache_wrapper
         and one.__module__.startswith("tconv_swap")
         and one.cache_parameters()["maxsize"] is None
     }
 
 
-# Kernels, compiled before the calls that wait for them
+# Kernels, which are compiled before the calls
 
 
 def compile_kernels(soak: Soak, calls: int, device: plan.Device) -> None:
-    """Puts those that ``soak.run(calls)`` will need into the cache, on all cores."""
+    """Compiles the kernels that ``soak.run(calls)`` will need, on all cores."""
     each = int(1.2 * soak.new * calls / THREADS) + RECENT
     drawn = [
         kind

@@ -15,7 +15,7 @@ def up(in_channels: int = 4, out_channels: int = 4, **arguments: Any) -> nn.Conv
 
 
 class Net(nn.Module):
-    """Layers in every kind of container, one of them shared under three names."""
+    """Has layers in every kind of container, one of them shared under three names."""
 
     def __init__(self) -> None:
         super().__init__()

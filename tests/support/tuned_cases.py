@@ -1,4 +1,4 @@
-"""What the tests of tuned winners share: a GPU that is not there, and a cache directory of its own."""
+"""Shared by the tests of tuned winners: a GPU that this machine lacks, and an empty cache directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tconv_swap.cuda import tuned
 def pretended_machine(
     monkeypatch: pytest.MonkeyPatch, directory: Path, facts: dict[str, str]
 ) -> Iterator[dict[str, str]]:
-    """``facts``, which the test may change, are what the machine's measurements hold for."""
+    """``facts``, which the test may change, describe the machine for which the measurements are valid."""
     monkeypatch.setattr(tuned, "cache_directory", lambda: directory)
     monkeypatch.setattr(tuned, "machine", lambda device: facts)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: facts["gpu"])

@@ -1,4 +1,4 @@
-"""Networks to verify, and kernels that are right or wrong in one way each."""
+"""Networks to verify, and kernels that are right, or wrong in one way each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def latent(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class SegmentationNet(nn.Module):
-    """Skip connection, one layer under two names and called twice, a dict with an argmax and a scalar."""
+    """Has a skip connection, one layer under two names and called twice, and returns a dict with an argmax and a
+    scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class SegmentationNet(nn.Module):
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
-    """Every swapped layer computes with this instead of the operator."""
+    """Makes every swapped layer compute with this kernel instead of the operator."""
     monkeypatch.setattr(op, "conv_transpose2d", kernel)
 
 
@@ -80,7 +81,7 @@ def flipped_tap(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 
 class Edit(torch.autograd.Function):
-    """Changes the output, and passes the gradient as if nothing had happened."""
+    """Changes the output, and passes the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, edit: Callable[[Tensor], None]) -> Tensor:
@@ -142,7 +143,7 @@ WRONG: dict[str, tuple[Kernel, str]] = {
 
 
 def reordered(x: Tensor, w: Tensor, b: Tensor | None, s: Any, p: Any, o: Any, g: int, d: Any) -> Tensor:
-    """Right, but adds up in another order."""
+    """Right, but adds in another order."""
     order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(1))
     x = x[:, order].contiguous(memory_format=torch.channels_last)
     return F.conv_transpose2d(x, w[order], b, s, p, o, g, d).contiguous()

@@ -70,7 +70,7 @@ def test_nothing_is_found_where_there_is_no_fault(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_one_rounding_of_the_truth_is_no_scale(
+def test_rounding_once_is_not_a_wrong_scale(
     dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs with few different numbers, whose outputs round alike, too."""
@@ -130,7 +130,7 @@ def test_a_forward_that_uses_vmap(options: dict[str, Any], monkeypatch: pytest.M
     model = Mapped()
     report = verify(model, swapped_copy(model), images(), **options)
     assert report.passed, report.failures
-    assert any("layer up is called inside of torch.vmap" in note for note in report.notes)
+    assert any("layer up is called inside torch.vmap" in note for note in report.notes)
     assert {check.name for check in checks_of(report, "layer_grad_weight", failed=False)} == {"up", "last"}
     with_kernel(monkeypatch, lambda *arguments: right(*arguments) * 1.01)
     assert not verify(model, swapped_copy(model), images()).passed
@@ -140,8 +140,8 @@ def bits(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone().view(torch.int32) for t in model.parameters()]
 
 
-def test_weights_that_were_changed_are_back_bit_for_bit() -> None:
-    """A NaN with a payload and a negative zero are no numbers that arithmetic would give back."""
+def test_changed_weights_are_restored_bit_for_bit() -> None:
+    """Arithmetic could not restore a NaN with a payload or a negative zero."""
     model = network()
     with torch.no_grad():
         model[0].bias.view(torch.int32)[0] = 0x7FC00123
@@ -157,7 +157,7 @@ def test_weights_that_were_changed_are_back_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_frozen_network_is_no_fault(device: str) -> None:
+def test_a_frozen_network_is_not_a_fault(device: str) -> None:
     """`freeze` promises to see an ordinary write, not one through `.data`; it packs weights on CUDA alone."""
     model = network().to(device).eval()
     swapped = tconv_swap.freeze(swapped_copy(model))

@@ -218,7 +218,7 @@ def state_of(*models: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_everything_is_as_before(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+def test_verify_restores_everything(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
     model = generator()
     model[3].eval()
     model[0].weight.grad = torch.ones_like(model[0].weight)

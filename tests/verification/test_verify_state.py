@@ -1,4 +1,4 @@
-"""`verify` leaves networks as they were, and begins every run of them from there."""
+"""`verify` restores networks, and begins every run from the same state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def autoencoder() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), Codebook(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
 
 
-def test_parameters_that_a_forward_updates_are_as_before() -> None:
+def test_parameters_that_a_forward_updates_are_restored() -> None:
     original = autoencoder()
     swapped = tconv_swap.swap_layers(original, inplace=False)
     networks = original, swapped
@@ -57,7 +57,7 @@ def test_parameters_that_a_forward_updates_are_as_before() -> None:
         assert all(parameters[name] is parameter for name, parameter in network.named_parameters())
 
 
-def test_what_a_forward_updates_excuses_nothing() -> None:
+def test_updates_in_a_forward_excuse_no_error() -> None:
     original = autoencoder()
     swapped = tconv_swap.swap_layers(original, inplace=False)
     swapped[2].register_forward_hook(lambda layer, _, y: y + 0.4 if layer.training else y)
@@ -80,7 +80,7 @@ def test_a_frozen_network_is_verified_frozen_and_stays_so(
     assert not any(frozen for training, _, frozen in seen if training)
 
 
-def test_buffers_that_cannot_be_written_to_are_no_changes() -> None:
+def test_buffers_that_cannot_be_written_count_as_unchanged() -> None:
     original = nn.Sequential(nn.ConvTranspose2d(3, 3, 4, 2, 1))
     original.register_buffer("scale", torch.ones(1).expand(4))
     report = tconv_swap.verify(original, tconv_swap.swap_layers(original, inplace=False), X)
@@ -88,7 +88,7 @@ def test_buffers_that_cannot_be_written_to_are_no_changes() -> None:
     assert not [check for check in report.checks if check.kind == "buffer"]
 
 
-def test_what_two_networks_share_is_kept_once_and_nothing_else_with_it() -> None:
+def test_shared_parameters_are_saved_once() -> None:
     original, swapped = nn.Linear(3, 3), nn.Linear(3, 3)
     swapped.weight = original.weight
     first = ModuleState(original.modules())

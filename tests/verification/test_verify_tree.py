@@ -160,13 +160,13 @@ def test_no_part_of_an_output_is_dropped(what: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_compared_is_noted(make: Callable[[Tensor], Any], note: str) -> None:
+def test_outputs_that_cannot_be_compared_are_noted(make: Callable[[Tensor], Any], note: str) -> None:
     report = compare_outputs(make, make)
     assert report.passed, report.failures
     assert report.notes == [f"eval: not compared: {note}"]
 
 
-def test_what_a_base_in_c_holds_is_noted() -> None:
+def test_hidden_state_of_a_base_in_c_is_noted() -> None:
     class Failed(ValueError):
         pass
 
@@ -203,7 +203,7 @@ def test_ambiguous_names_do_not_depend_on_the_order() -> None:
     assert back == forth
 
 
-def test_keys_that_even_repr_writes_alike_are_kept_apart() -> None:
+def test_keys_with_equal_repr_are_distinguished() -> None:
     class Key:
         def __repr__(self) -> str:
             return "key"
@@ -212,7 +212,7 @@ def test_keys_that_even_repr_writes_alike_are_kept_apart() -> None:
     assert sorted(leaves.values()) == [1, 2, 3]
 
 
-def test_an_array_that_the_network_writes_to_again_is_kept() -> None:
+def test_an_array_that_the_network_reuses_is_copied() -> None:
     held = np.zeros(2, dtype=np.float32)
     kept = flatten(held).leaves[""]
     held += 1

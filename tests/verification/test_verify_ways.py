@@ -1,4 +1,4 @@
-"""Wrong swaps that only another way of running a network shows, and wrong weights that no run shows."""
+"""Wrong swaps that show only in another way of running a network, and wrong weights that no run shows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ X = torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(0))
         (wrong_for_a_first_layer, "inputs without gradients"),
     ],
 )
-def test_every_way_through_a_layer_is_run(
+def test_every_way_to_run_a_layer_is_tried(
     computed: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = decoder(nn.ReLU())
@@ -64,7 +64,7 @@ def test_every_way_through_a_layer_is_run(
     assert all(f"{said}; " in line or f"; {said}, " in line for line in report.failures), report.failures
 
 
-def test_a_layer_that_is_served_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_wrong_only_without_gradients_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A normalisation hides its scale from all that is behind it."""
     original = decoder(nn.InstanceNorm2d(6, eps=0))
     swapped = tconv_swap.swap_layers(original, inplace=False)
@@ -146,7 +146,7 @@ def test_weights_that_a_swap_changed_are_found(
         ),
     ],
 )
-def test_parameters_and_buffers_are_those_of_the_original(spoil: Callable[[Any], object], said: str) -> None:
+def test_differing_parameters_and_buffers_are_found(spoil: Callable[[Any], object], said: str) -> None:
     original = nn.Sequential(nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.BatchNorm2d(3))
     swapped = tconv_swap.swap_layers(original, inplace=False)
     spoil(swapped)
@@ -154,7 +154,7 @@ def test_parameters_and_buffers_are_those_of_the_original(spoil: Callable[[Any],
     assert any(line.startswith(said) for line in report.failures), report.failures
 
 
-def test_numpys_random_numbers_are_the_same_for_both_and_as_before_afterwards() -> None:
+def test_numpys_random_state_is_shared_and_restored() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -207,9 +207,7 @@ class Stepping(nn.Module):
 
 @pytest.mark.parametrize("one_d", [False, True])
 @pytest.mark.parametrize("made", [DropConnect, Stepping])
-def test_the_weight_that_a_layer_used_is_the_one_it_is_judged_by(
-    made: Callable[[], nn.Module], one_d: bool
-) -> None:
+def test_a_layer_is_judged_with_the_weight_that_it_used(made: Callable[[], nn.Module], one_d: bool) -> None:
     layer = nn.ConvTranspose1d(8, 3, 4, 2, 1) if one_d else nn.ConvTranspose2d(8, 3, 4, 2, 1)
     original = nn.Sequential(layer)
     nn.utils.parametrize.register_parametrization(layer, "weight", made())

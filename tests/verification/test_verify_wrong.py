@@ -54,12 +54,12 @@ def test_wrong_kernel_is_caught_without_float64(monkeypatch: pytest.MonkeyPatch,
     with_kernel(monkeypatch, WRONG[what][0])
     model = generator()
     report = verify(model, swapped_copy(model), latent(), reference="original")
-    assert report.reference == "original (as asked)"
+    assert report.reference == "original (as requested)"
     assert checks_of(report, "output", "grad_input", "grad_parameter")
 
 
 def test_a_small_factor_in_a_coarse_dtype_is_caught_by_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every single element is off by no more than bfloat16 may round it, but all in the same direction."""
+    """Every element is within bfloat16's rounding, but all are off in the same direction."""
     with_kernel(monkeypatch, scaled_gradient(1, 1.012))
     layer = nn.ConvTranspose2d(32, 32, 4, 2, 1).bfloat16()
     report = verify(layer, swapped_copy(layer), torch.randn(2, 32, 8, 8).bfloat16(), modes=("eval",))
@@ -159,7 +159,7 @@ def test_buffers_are_compared() -> None:
     assert {c.name for c in checks_of(report, "buffer")} == {"1.running_mean", "1.running_var"}
 
 
-def test_the_first_module_that_parts_is_named_where_no_swapped_layer_is_wrong() -> None:
+def test_the_first_diverging_module_is_named_if_no_layer_is_wrong() -> None:
     model = generator()
     swapped = swapped_copy(model)
     swapped[5].negative_slope = 0.1  # type: ignore[index]

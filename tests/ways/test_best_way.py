@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 class TestNames:
     @pytest.mark.parametrize("layers", [layers.name for layers in LAYERS])
-    def test_every_way_has_one_that_is_read_back(self, layers: str) -> None:
+    def test_every_name_is_parsed_back(self, layers: str) -> None:
         ways = all_ways(generator(), Inputs.of(images()), CUDA)
         assert len(ways) == len({way.name for way in ways})
         # The compiler fuses norms itself.
@@ -49,7 +49,7 @@ class TestNames:
 
 
 class TestAllWays:
-    def test_todays_leads_and_what_is_built_fastest_comes_first(self) -> None:
+    def test_todays_way_comes_first_then_those_built_fastest(self) -> None:
         ways = all_ways(generator(), Inputs.of(images()), CUDA)
         assert ways[0] == TODAY
         order = [RUNTIMES.index(way.runtime) for way in ways]
@@ -117,7 +117,7 @@ def why_not(search: Search[str], name: str) -> str:
 
 
 class TestSearch:
-    def test_the_fastest_is_found_of_all_and_of_each_kind_of_layers(self) -> None:
+    def test_the_fastest_of_all_and_of_each_kind_of_layers(self) -> None:
         search = run(Bench({"pytorch": 50, "pytorch+graph": 30, "ours+channels_last": 20, "ours+graph": 25}))
         best, theirs = search.best(), search.best("pytorch")
         assert best is not None
@@ -125,14 +125,14 @@ class TestSearch:
         assert (best.way.name, best.speedup) == ("ours+channels_last", 2.5)
         assert theirs.way.name == "pytorch+graph"
 
-    def test_our_best_is_of_fused_layers_too_and_never_pytorchs(self) -> None:
+    def test_our_best_way_may_have_fused_layers(self) -> None:
         search = run(Bench({"pytorch+graph": 10, "ours": 30, "fused+graph": 20}))
         found = StageWays("step", search.rows)
         assert found.our_best is not None
         assert found.our_best.way.name == "fused+graph"
         assert StageWays("step", [row for row in search.rows if row.way.layers == "pytorch"]).our_best is None
 
-    def test_what_requires_less_wins_where_it_is_as_fast(self) -> None:
+    def test_the_way_that_requires_less_wins_at_equal_speed(self) -> None:
         almost = 20 * (1 + EQUAL_WITHIN / 2)
         best = run(Bench({"ours": almost, "ours+compile+graph": 20})).best()
         assert best is not None
@@ -150,14 +150,14 @@ class TestSearch:
             "fused",
         }
 
-    def test_what_a_compiled_graph_contains_is_not_compiled_again(self) -> None:
+    def test_compile_is_not_tried_beside_compile_and_graph(self) -> None:
         bench = Bench({})
         search = run(bench)
         assert "ours+compile+graph" in bench.built
         assert "ours+compile" not in bench.built
         assert "launches the same kernels" in why_not(search, "ours+compile")
 
-    def test_a_layout_that_is_far_behind_is_not_compiled(self) -> None:
+    def test_a_much_slower_layout_is_not_compiled(self) -> None:
         bench = Bench({"ours": 50, "ours+channels_last": 20, "ours+graph": 45})
         search = run(bench)
         assert "2.2 times slower" in why_not(search, "ours+compile+graph")
@@ -165,7 +165,7 @@ class TestSearch:
         assert "pytorch+compile+graph" in bench.built  # PyTorch's layers are as fast in both
 
     @pytest.mark.parametrize(("hopeless", "is_tried"), [(1.5, True), (1.2, False)])
-    def test_how_far_that_is_can_be_said(self, hopeless: float, is_tried: bool) -> None:
+    def test_the_factor_for_slow_layouts_can_be_set(self, hopeless: float, is_tried: bool) -> None:
         bench = Bench(
             {"ours": 50, "ours+channels_last": 40, "ours+graph": 65, "ours+channels_last+graph": 50}
         )
@@ -174,7 +174,7 @@ class TestSearch:
         search.run()
         assert ("ours+compile+graph" in bench.built) == is_tried
 
-    def test_what_cannot_be_is_told_once_and_the_rest_goes_on(self) -> None:
+    def test_an_impossible_way_is_noted_once_and_the_rest_is_tried(self) -> None:
         bench = Bench({"ours+graph": RuntimeError("it waits\nfor the GPU"), "ours": 20})
         search = run(bench)
         assert why_not(search, "ours+graph") == "RuntimeError: it waits"
@@ -183,11 +183,11 @@ class TestSearch:
         assert search.row(Way("ours", runtime="compile+graph")) is not None
         assert search.best() is not None
 
-    def test_memory_that_runs_out_is_said_so(self) -> None:
+    def test_out_of_memory_is_reported(self) -> None:
         search = run(Bench({"ours+graph": torch.OutOfMemoryError("CUDA out of memory. Tried")}))
         assert why_not(search, "ours+graph") == "not enough memory"
 
-    def test_a_gpu_that_failed_ends_it(self) -> None:
+    def test_a_failed_gpu_ends_the_search(self) -> None:
         with pytest.raises(torch.AcceleratorError):
             run(Bench({"ours+graph": torch.AcceleratorError("an illegal memory access")}))
 
@@ -195,7 +195,7 @@ class TestSearch:
         with pytest.raises(RuntimeError, match="no such shape"):
             run(Bench({"pytorch": RuntimeError("no such shape")}))
 
-    def test_no_way_begins_that_would_not_be_done_in_time(self) -> None:
+    def test_no_way_starts_that_would_exceed_the_time(self) -> None:
         bench = Bench({}, build_s=10.0)
         search = run(bench, seconds=45.0)
         assert bench.now <= 45.0
@@ -203,7 +203,7 @@ class TestSearch:
         assert why_not(search, "ours+compile+graph") == NO_TIME
         assert len(search.rows) == len(search.ways)
 
-    def test_todays_is_timed_without_any_time(self) -> None:
+    def test_todays_way_is_timed_even_without_time(self) -> None:
         bench = Bench({})
         assert run(bench, seconds=0.0).best() is not None
         assert bench.built == ["pytorch"]
@@ -220,13 +220,13 @@ class TestSearch:
         assert why_not(search, "ours+graph") == "interrupted"
         assert len(search.rows) == len(search.ways)
         assert "interrupted: 6 of 20 ways" in search.notes[0]
-        interruption.raise_again()  # is not raised again: it was obeyed
+        interruption.raise_again()  # is not raised again: it was handled
 
-    def test_ctrl_c_before_anything_was_measured_is_passed_on(self) -> None:
+    def test_ctrl_c_before_any_measurement_is_raised(self) -> None:
         with pytest.raises(KeyboardInterrupt):
             run(Bench({"pytorch": KeyboardInterrupt()}))
 
-    def test_requirements_are_said_before_a_way_is_tried(self) -> None:
+    def test_requirements_are_shown_before_a_way_is_tried(self) -> None:
         said: list[str] = []
         run(Bench({}), progress=lambda text, *_: said.append(text))
         graph = next(text for text in said if text.startswith("trying ours+graph"))
@@ -234,7 +234,7 @@ class TestSearch:
         assert "random numbers" in graph
         assert "needs" not in said[0]
 
-    def test_what_is_found_wrong_is_not_the_best(self) -> None:
+    def test_a_wrong_way_is_not_the_best(self) -> None:
         search = run(Bench({"ours": 20, "ours+graph": 30}))
         search.change(Way("ours"), failure="train: output")
         best = search.best()
@@ -268,14 +268,14 @@ class TestProfile:
             "convolutions and matrix products 67%, normalisation 33%"
         )
 
-    def test_a_gpu_that_works_is_bound_by_what_takes_longest(self) -> None:
+    def test_a_busy_gpu_is_bound_by_its_longest_work(self) -> None:
         line = profile.describe([("gemm", 20.0), ("batch_norm", 75.0), ("copy", 1.0)], 100.0)
         assert line.startswith(
             "bound by normalisation; the GPU works 96% of the time; of that: normalisation 78%"
         )
         assert "copies" not in line
 
-    def test_nothing_is_said_of_nothing(self) -> None:
+    def test_an_empty_profile_gives_no_line(self) -> None:
         assert profile.describe([]) == ""
 
     def test_a_network_on_the_cpu(self) -> None:

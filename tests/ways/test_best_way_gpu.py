@@ -64,7 +64,7 @@ def test_building_changes_nothing(layers: str, runtime: str) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("runtime", GRAPHS)
 @pytest.mark.parametrize("layers", LAYERS)
-def test_a_training_loop_is_that_of_eager_mode(layers: str, runtime: str, accumulate: int) -> None:
+def test_a_training_loop_equals_eager_mode(layers: str, runtime: str, accumulate: int) -> None:
     """With dropout, a gradient scaler and momentum: outputs, weights, buffers, momenta, the GPU's random state."""
     made, eager = network(), network()
     call = running(made, f"{layers}+{runtime}")
@@ -118,7 +118,7 @@ def test_an_autocast_inside_the_network_sees_the_weights_of_each_step(runtime: s
 
 
 @pytest.mark.parametrize("runtime", GRAPHS)
-def test_what_a_call_returned_stays(runtime: str) -> None:
+def test_results_of_a_call_are_not_overwritten(runtime: str) -> None:
     made = network(train=False)
     call = running(made, f"ours+{runtime}", training=False)
     first = call(images(device="cuda", seed=1))
@@ -130,7 +130,7 @@ def test_what_a_call_returned_stays(runtime: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", GRAPHS)
-def test_gradients_that_were_taken_stay(runtime: str) -> None:
+def test_gradients_are_not_overwritten(runtime: str) -> None:
     made = network()
     call = running(made, f"ours+{runtime}")
     weight = next(made.parameters())
@@ -181,7 +181,7 @@ def test_arguments_and_outputs_of_any_structure() -> None:
     assert call.calls == 1
 
 
-def test_a_network_that_waits_is_told_and_leaves_the_gpu_as_it_was() -> None:
+def test_a_network_that_waits_is_refused_and_the_gpu_still_works() -> None:
     class Waits(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -47,7 +47,7 @@ def test_building_changes_nothing(stand: Stand, runtime: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_training_is_that_of_eager_mode(stand: Stand, accumulate: int) -> None:
+def test_training_equals_eager_mode(stand: Stand, accumulate: int) -> None:
     """Dropout, buffers, the optimizer's and the generator's state, and gradients that are accumulated."""
     network, eager = generator().train(), generator().train()
     running = captured(network)
@@ -56,7 +56,7 @@ def test_training_is_that_of_eager_mode(stand: Stand, accumulate: int) -> None:
     assert running.calls == stand.replays == 4 * accumulate
 
 
-def test_what_a_call_returned_stays(stand: Stand) -> None:
+def test_results_of_a_call_are_not_overwritten(stand: Stand) -> None:
     running = captured(generator(), training=False)
     first = running(images(seed=1))
     kept = first.clone()
@@ -65,7 +65,7 @@ def test_what_a_call_returned_stays(stand: Stand) -> None:
     assert not torch.equal(first, second)
 
 
-def test_gradients_that_were_taken_stay(stand: Stand) -> None:
+def test_gradients_are_not_overwritten(stand: Stand) -> None:
     network = generator().train()
     running = captured(network)
     weight = network[0].weight
@@ -97,7 +97,9 @@ def test_a_backward_pass_through_an_older_call_is_refused(stand: Stand) -> None:
         (lambda running: torch.autocast("cpu", torch.bfloat16)(running)(images()), "autocast"),
     ],
 )
-def test_what_was_not_captured_runs_eagerly_with_one_warning(stand: Stand, differs: Any, why: str) -> None:
+def test_calls_that_were_not_captured_run_eagerly_with_one_warning(
+    stand: Stand, differs: Any, why: str
+) -> None:
     network, eager = generator().train(), generator().train()
     network[3].p = eager[3].p = 0.0
     running = captured(network)
@@ -109,7 +111,7 @@ def test_what_was_not_captured_runs_eagerly_with_one_warning(stand: Stand, diffe
         torch.testing.assert_close(output, differs(eager), rtol=0, atol=0)
 
 
-def test_parameters_elsewhere_run_eagerly(stand: Stand) -> None:
+def test_moved_parameters_run_eagerly(stand: Stand) -> None:
     """The graph reads where they lay."""
     network = generator()
     running = captured(network, training=False)
@@ -118,7 +120,7 @@ def test_parameters_elsewhere_run_eagerly(stand: Stand) -> None:
     assert (running.calls, stand.replays) == (1, 1)
     assert torch.equal(here, network(images()))
     network.load_state_dict({k: v - 2 for k, v in network.state_dict().items()}, assign=True)
-    with pytest.warns(WayWarning, match="where the parameters lie"):
+    with pytest.warns(WayWarning, match="the addresses of the parameters"):
         moved = running(images())
     assert stand.replays == 1
     assert torch.equal(moved, network(images()))
@@ -140,7 +142,7 @@ def test_arguments_and_outputs_of_any_structure(stand: Stand) -> None:
     assert stand.replays == 1
 
 
-def test_it_is_the_network_to_everybody_else() -> None:
+def test_the_module_has_the_parameters_and_state_of_the_network() -> None:
     network = generator()
     running = build(network, Way("pytorch", "channels_last"), Inputs.of(images()), training=True)
     assert dict(running.named_parameters()) == dict(network.named_parameters())
@@ -151,13 +153,13 @@ def test_it_is_the_network_to_everybody_else() -> None:
     assert running(images()).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_serving_takes_no_gradients_and_no_dropout() -> None:
+def test_serving_has_no_gradients_and_no_dropout() -> None:
     running = build(generator().train(), Way("pytorch"), Inputs.of(images()), training=False)
     assert not running(images()).requires_grad
     assert torch.equal(running(images()), running(images()))
 
 
-def test_in_way_swaps_and_keeps_what_is_swapped() -> None:
+def test_in_way_swaps_and_keeps_swapped_layers() -> None:
     network = generator()
     assert isinstance(tconv_swap.in_way(network, "ours", images()).network[0], tconv_swap.ConvTranspose2d)
     assert network[0].weight.data_ptr() == next(network.parameters()).data_ptr()
@@ -215,7 +217,7 @@ def test_every_way_of_the_cpu_is_tried_and_the_choice_is_verified() -> None:
 
 
 class TestVerification:
-    def test_a_captured_way_is_what_is_compared(self, stand: Stand) -> None:
+    def test_the_captured_way_is_what_is_compared(self, stand: Stand) -> None:
         network = generator()
         running = captured(network)
         report = check.verify_way(generator(), running, Inputs.of(images()))
@@ -278,7 +280,7 @@ class TestVerification:
         assert failures
         assert all(line.startswith("in channels_last it is another network") for line in failures)
 
-    def test_dropout_in_channels_last_draws_elsewhere_and_is_verified(self) -> None:
+    def test_dropout_in_channels_last_draws_another_mask_and_is_verified(self) -> None:
         class Functional(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -308,7 +310,7 @@ class TestVerification:
         assert report.passed, report.failures
 
 
-def test_a_network_that_waits_is_told_before_the_capture(
+def test_a_network_that_waits_is_refused_before_the_capture(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `torch.cuda.set_sync_debug_mode("error")` makes it raise."""
@@ -361,7 +363,7 @@ def test_an_autocast_inside_the_network_does_not_keep_old_weights() -> None:
     assert torch.equal(last, first)
 
 
-def test_nothing_is_warned_of_where_calls_fit(stand: Stand) -> None:
+def test_calls_that_fit_give_no_warning(stand: Stand) -> None:
     running = captured(generator().train())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

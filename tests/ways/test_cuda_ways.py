@@ -173,7 +173,7 @@ def test_a_network_larger_than_half_of_what_its_gpu_allows(tmp_path: Path) -> No
         torch.cuda.set_per_process_memory_fraction(fraction)
 
 
-def test_what_is_kept_goes_to_the_cpu_where_a_gpu_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_state_goes_to_the_cpu_if_the_gpu_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pair()
     before = copy.deepcopy(model.state_dict())
     monkeypatch.setattr("tconv_swap.module_state.free_bytes", lambda device: 1000)

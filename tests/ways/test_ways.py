@@ -88,7 +88,7 @@ SHAPES = [(2, 4, 5, 6), (3, 4, 7, 6), (4, 4, 8, 9), (2, 4, 9, 11), (5, 4, 5, 7)]
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dynamic", [None, True, False])
-def test_compiles_whole_and_no_more_often_than_pytorchs(dynamic: bool | None, device: str) -> None:
+def test_compiles_without_breaks_and_no_more_often_than_pytorchs(dynamic: bool | None, device: str) -> None:
     theirs, ours = pair(device, small)
     counts = []
     results: list[list[list[Tensor]]] = []
@@ -133,7 +133,7 @@ def test_exports_with_dynamic_shapes_saves_and_comes_back(strict: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "error::torch.jit.TracerWarning")
-def test_a_jit_trace_holds_for_other_sizes_too() -> None:
+def test_a_jit_trace_is_valid_for_other_sizes() -> None:
     model = swap_layers(nn.Sequential(nn.ConvTranspose2d(8, 4, 4), *net()))
     traced = torch.jit.trace(model.eval(), images(1, 8, 1, 1))
     buffer = io.BytesIO()

@@ -26,7 +26,7 @@ static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 // wide as the map, and shared memory holds a copy of it for each shift by columns, cropped to the width of the map.
 constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
 
-// The plan sees to it that no map of a NARROW kernel has more than TILE_W columns of cells.
+// The plan ensures that no map of a NARROW kernel has more than TILE_W columns of positions.
 static_assert(!NARROW || (FRAGMENT_N == 1 && POSITION_INPUT_ROWS == 1 && WARP_COLS == 1));
 
 // ---- which tile a block computes ----------------------------------------------------------------------------

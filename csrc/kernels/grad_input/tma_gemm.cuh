@@ -55,7 +55,7 @@ __device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
   if (wanted && threadIdx.x % 32 == 0) ptx::arrive(barrier);
 }
 
-/// Sets up the barriers of a ring: one producer fills a stage, and `consumer_warps` warps read it.
+/// Sets up the barriers of a ring: one producer loads a stage, and `consumer_warps` warps read it.
 template <int STAGES, class Ring>
 __device__ __forceinline__ void set_up_ring(Ring ring, int consumer_warps) {
   for (int s = 0; s < STAGES; ++s, ring.advance()) {

@@ -1,1 +1,1 @@
-"""The commands, one a file."""
+"""Holds the commands, one per file."""

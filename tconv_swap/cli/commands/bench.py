@@ -1,4 +1,4 @@
-"""`tconv-swap bench`: the layer suite on the user's own GPU or CPU."""
+"""`tconv-swap bench` measures the layer suite on the user's own GPU or CPU."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ itself; {SIGNAL_CODES}"""
 
 @dataclass(frozen=True)
 class BenchRequest(SuiteRequest):
-    """What to measure, or to list only."""
+    """Says what to measure, or only to list the layers."""
 
     show: options.ListLayers = False
 
 
 @expanded()
 def bench(request: BenchRequest, output: Output) -> NoReturn:
-    """Check and time transposed convolutions of networks that people use, PyTorch's beside ours, on this machine.
+    """Check and time transposed convolutions of well-known networks, PyTorch's beside ours, on this machine.
 
-    Each layer is compared with float64 first, then timed by itself, forward and backward, both interleaved in one run.
-    On a GPU the whole suite takes about two minutes and up to 30 GB of memory; layers that do not fit are left out and
-    named.
+    Each layer is first compared with float64, then timed by itself, forward and backward, both sides alternately in one
+    run. On a GPU the whole suite takes about two minutes and up to 30 GB of memory; layers that do not fit are left out
+    and named.
     """
     if request.show:
         lines = [f"{layer.name:16} {layer}  ({layer.network})" for layer in load_suite().layers]

@@ -1,4 +1,4 @@
-"""`tconv-swap cache`: shows what is kept between processes, and removes it."""
+"""`tconv-swap cache` shows what is kept between processes, and removes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tconv_swap.files.fileformat import printable
 from tconv_swap.runtime.cache import CacheUse, cache_problem, cache_use, clear_cache
 
 app = typer.Typer(
-    help="Show or clear what is kept between runs: compiled kernels, the launcher, what `tune` found out.",
+    help="Show or clear what is kept between runs: compiled kernels, the launcher, the results of `tune`.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -28,7 +28,7 @@ def show(context: typer.Context) -> None:
 def clear(
     kernels: Annotated[
         bool,
-        typer.Option("--kernels", help="Only compiled kernels and the launcher, not what `tune` found out."),
+        typer.Option("--kernels", help="Only compiled kernels and the launcher, not the results of `tune`."),
     ] = False,
 ) -> None:
     """Remove everything that tconv-swap keeps. Nothing else in that directory is removed.

@@ -1,4 +1,4 @@
-"""`tconv-swap demo`: what a swap does, on a network that the command makes itself."""
+"""`tconv-swap demo` shows a swap on a network that the command builds itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from tconv_swap.cli import demo_network, options
-from tconv_swap.cli.commands.swap import carry_out
+from tconv_swap.cli.commands.swap import run_request
 from tconv_swap.cli.declare import expanded
 from tconv_swap.cli.outcome import ExitCode, Failure, Output, check_targets, finish
 from tconv_swap.cli.request import Request
@@ -20,7 +20,7 @@ from tconv_swap.files.saving import SaveError
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """Where the demonstration writes its files, and what it does."""
+    """Says where the demonstration writes its files, and what it does."""
 
     directory: options.Directory = None
     device: options.Device = None
@@ -32,17 +32,17 @@ class DemoRequest:
 
 
 @expanded()
-def demo(wanted: DemoRequest, output: Output) -> NoReturn:
-    """Build a DCGAN generator, save it, and do to it what `tconv-swap dcgan.pt --out dcgan-fast.pt` does."""
-    device = wanted.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    directory = wanted.directory
+def demo(settings: DemoRequest, output: Output) -> NoReturn:
+    """Build and save a DCGAN generator, then run what `tconv-swap dcgan.pt --out dcgan-fast.pt` runs."""
+    device = settings.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    directory = settings.directory
     try:
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="tconv-swap-demo-"))
         directory.mkdir(parents=True, exist_ok=True)
         model, out = directory / "dcgan.pt", directory / "dcgan-fast.pt"
         check_targets(output, [("--dir", model)], ("--dir", out))
-        demo_network.write_generator(model, wanted.seed, output.invocation.finished.append)
+        demo_network.write_generator(model, settings.seed, output.invocation.finished.append)
     except (OSError, SaveError) as error:
         finish(Failure(ExitCode.CANNOT_WRITE, f"{directory}: {first_line(error)}"), output)
     request = Request(
@@ -50,10 +50,10 @@ def demo(wanted: DemoRequest, output: Output) -> NoReturn:
         out=out,
         input_shapes=(demo_network.input_shape(device),),
         device=device,
-        backward=wanted.backward,
-        benchmark=wanted.benchmark,
-        seed=wanted.seed,
-        warmup=wanted.warmup,
-        iters=wanted.iters,
+        backward=settings.backward,
+        benchmark=settings.benchmark,
+        seed=settings.seed,
+        warmup=settings.warmup,
+        iters=settings.iters,
     )
-    carry_out(request, output)
+    run_request(request, output)

@@ -1,4 +1,4 @@
-"""`tconv-swap doctor`: ten lines on what works here."""
+"""`tconv-swap doctor` prints ten lines on what works on this machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tconv_swap.cli.outcome import SIGNAL_CODES, ExitCode, Output, check_targets
 from tconv_swap.files.fileformat import printable
 from tconv_swap.report import make_console
 
-EPILOG = f"""Exit codes: 0 = all that this machine can have works; 1 = there is a GPU, and something that its kernels
-need is missing; {SIGNAL_CODES}"""
+EPILOG = f"""Exit codes: 0 = everything works that can work on this machine; 1 = there is a GPU, and something that
+its kernels need is missing; {SIGNAL_CODES}"""
 
 STYLES = {"ok": "green", "--": "yellow", "NO": "bold red"}
 
 
 @expanded(without=("reports", "verbose", "quiet"))
 def doctor(output: Output) -> NoReturn:
-    """Say in ten lines what works on this machine, what is missing, and what PyTorch's operators compute.
+    """Print ten lines on what works on this machine, what is missing, and what PyTorch's operators compute.
 
-    Compiles one empty kernel; builds and launches nothing. Paste it into a bug report.
+    Compiles one empty kernel; builds and launches nothing. Paste the lines into a bug report.
     """
     check_targets(output)
     findings = diagnose()

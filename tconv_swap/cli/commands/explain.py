@@ -1,4 +1,4 @@
-"""`tconv-swap explain MODEL`: which kernels would compute each layer, and why."""
+"""`tconv-swap explain MODEL` prints which kernels would compute each layer, and why."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap it
 
 @expanded(without=("seed", "reports", "verbose", "quiet"))
 def explain(request: ExplainRequest, output: Output) -> NoReturn:
-    """Say what would compute each layer of a saved network: kernels, tiles, why, work, and what bounds it.
+    """Show what would compute each layer of a saved network: kernels, tiles, reason, work, and what bounds its time.
 
-    No kernel runs and nothing is compiled. Shapes are followed through the network without data. A network is run
-    once only if it depends on data or is on a GPU of this machine.
+    No kernel runs and nothing is compiled. Shapes are propagated through the network without data. The network is run
+    once only if its shapes depend on data or if it is on a GPU of this machine.
     """
     check_targets(output, files_read(request))
     request = replace(request, written=tuple(output.places))

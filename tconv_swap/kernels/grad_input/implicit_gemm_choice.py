@@ -227,11 +227,11 @@ def _copy_registers(problem: StridedProblem, tile: Tile) -> int:
 def phases_ahead(problem: StridedProblem, tile: Tile) -> int:
     """Returns how many phases grad_input/implicit_gemm_wgmma.cu loads ahead: as many as registers hold, and as divide
     the number of phases."""
-    slices, room = len(phase_taps(problem)), _copy_registers(problem, tile)
+    phases, room = len(phase_taps(problem)), _copy_registers(problem, tile)
     return max(
         ahead
         for ahead in (1, 2, 3, 4)
-        if ahead == 1 or (slices % ahead == 0 and copy_registers(problem, tile, ahead) <= room)
+        if ahead == 1 or (phases % ahead == 0 and copy_registers(problem, tile, ahead) <= room)
     )
 
 
@@ -284,8 +284,8 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         if problem.positions[1] < 2 or problem.positions[0] * problem.positions[1] < 8:
             return
         rows = (1,)
-    for (groups_m, groups_n, registers, m_parts), most_rows in product(order, rows):
-        fragments_of = forward_fit.tile_fragments(problem, registers // 4, groups_n, most_rows)
+    for (groups_m, groups_n, registers, m_parts), max_rows in product(order, rows):
+        fragments_of = forward_fit.tile_fragments(problem, registers // 4, groups_n, max_rows)
         along_row = problem.flat or fragments_of[4] == 1
         run = fragments_of[3] if narrow_map else fragments_of[5] if along_row else fragments_of[4]
         if run < 4:
@@ -315,8 +315,8 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
     # 32 fragments of accumulators are 128 registers; three products need some for themselves.
     ieee = problem.precision == "IEEE"
     budget = 16 if ieee else 32
-    most_m = min(4, tiles_of_channels)
-    for warp_m_tiles in (m for m in (4, 2, 1) if m <= most_m):
+    max_m_tiles = min(4, tiles_of_channels)
+    for warp_m_tiles in (m for m in (4, 2, 1) if m <= max_m_tiles):
         fragments = min(16, budget // warp_m_tiles)
         for warps_m in (4, 2, 1):
             if warps_m > 1 and tiles_of_channels < 2 * warps_m * warp_m_tiles:

@@ -1,4 +1,5 @@
-"""Plans of the narrow gradient of the input: few channels on a side of a group, depthwise, large kernels."""
+"""Plans the gradient of the input where a group has few channels on a side, is depthwise, or has a large kernel
+(csrc/kernels/grad_input/narrow_mma.cu)."""
 
 from __future__ import annotations
 
@@ -72,16 +73,17 @@ class GradInputTile(NarrowTile):
 
 
 def plan_grad_input(problem: Problem, device: Device) -> Part | None:
-    """Inputs: grad_output, input, weight. Output: the gradient of the input. None for what is not the family's own.
+    """Returns the fastest part, or None for a problem that the family does not compute.
 
-    Workspace: at most 64 MiB, where the taps are split.
+    Inputs: grad_output, input, weight. Output: the gradient of the input. Workspace: at most 64 MiB, if the taps are
+    split.
     """
     parts = part_candidates(problem, device, count=1)
     return parts[0] if parts else None
 
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     if not claims(problem, device):
         return []
     tiles = [tile for tile in schedules(of_any_size(problem, False), device) if computes(problem, tile)]
@@ -91,7 +93,7 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
 
 
 def computes(problem: Problem, tile: GradInputTile) -> bool:
-    """Whether a tile's kernel computes the size."""
+    """Returns whether a tile's kernel computes the size."""
     if tile.splits > 1 and input_bytes(problem.geometry) * tile.splits > WORKSPACE_LIMIT_BYTES:
         return False
     return loads_rows(problem, tile.grad_output)
@@ -99,7 +101,7 @@ def computes(problem: Problem, tile: GradInputTile) -> bool:
 
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
-    """The tiles that a layer has, whatever its sizes."""
+    """Returns the tiles that a layer has for all its sizes."""
     return select_schedules(
         layer,
         max_schedules(layer, device),
@@ -111,18 +113,18 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
 
 
 def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> Part:
-    """The part that runs ``tile``."""
+    """Returns the part that runs ``tile``."""
     geometry = problem.geometry
     down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     across = blocks_across(geometry, tile)
-    repeat = _repeat(down, across, device.multiprocessors * tile.resident, 2)
+    segment_tiles = _segment_tiles(down, across, device.multiprocessors * tile.resident, 2)
     kernel = Kernel(
         "grad_input/narrow_mma.cu", "grad_input_narrow_mma", (*common_constants(problem), *tile.constants)
     )
     split = tile.splits > 1
     launch = Launch(
         kernel,
-        grid=across * ceil_div(down, repeat),
+        grid=across * ceil_div(down, segment_tiles),
         block=tile.grad_output.threads,
         arguments=(
             input_(0),
@@ -130,7 +132,9 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
             workspace(0) if split else output(0),
             struct(0),
         ),
-        structs=(segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, split),),
+        structs=(
+            segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), segment_tiles, split),
+        ),
         shared_bytes=tile.shared_bytes,
     )
     if not split:
@@ -140,30 +144,32 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
     return Part(FAMILY, why(geometry), overlapping(launches, device), 4 * count * tile.splits)
 
 
-def _repeat(down: int, across: int, blocks: int, rounds: int) -> int:
-    """Tiles that a block walks down: as many as leave ``rounds`` blocks for each that runs at a time."""
+def _segment_tiles(down: int, across: int, blocks: int, rounds: int) -> int:
+    """Returns how many tiles below each other a block computes: so many that each block that runs at a time has
+    at least ``rounds`` blocks to run."""
     return max(1, down * across // (blocks * rounds))
 
 
 def blocks_across(geometry: Geometry, tile: GradInputTile) -> int:
+    """Returns how many blocks share one row of tiles, with all splits of the taps."""
     return tile.blocks_of_a_row(geometry) * tile.splits
 
 
 def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile]:
-    """The tiles worth a thought."""
+    """Yields the tiles that are compared."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     asynchronous = problem.dtype == torch.float32
     layer = of_one_pixel(geometry)
     for m_tiles, warps_m, groups in channel_tiles(problem):
-        most_p = max(1, 8 // (warps_m * groups))
+        max_warps_p = max(1, 8 // (warps_m * groups))
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             widths = load_widths(
                 geometry, groups * chunk[0], problem.channels_last, element_bytes, asynchronous
             )
-            for load, warps_p, store, n_tiles in product(widths, powers(most_p), (1, 2), (2, 4, 8)):
+            for load, warps_p, store, n_tiles in product(widths, powers(max_warps_p), (1, 2), (2, 4, 8)):
                 if m_tiles * n_tiles > (8 if rounds_nothing(problem) else 16):
                     continue
-                if warps_p * warps_m * groups < 4 and warps_p * 2 <= most_p:
+                if warps_p * warps_m * groups < 4 and warps_p * 2 <= max_warps_p:
                     continue
                 units = n_tiles // store
                 for units_across in powers(units * warps_p):
@@ -206,7 +212,8 @@ def _with_splits(
     store: int,
     passes: float,
 ) -> GradInputTile | None:
-    """The tile with as many splits of the taps as it needs to fit, or to fill the GPU."""
+    """Returns the tile with the splits of the taps that it needs to fit into shared memory, or to use the whole GPU, or
+    None if it does not fit."""
     geometry = problem.geometry
     channels_last = problem.channels_last
     staged = channels_last and grad_output.block_groups > 1
@@ -249,7 +256,7 @@ def _with_splits(
         return None
     in_registers = here == 1 and splits == 1 and weight_rows == block_m
     ieee = rounds_nothing(problem)
-    # IEEE keeps two parts of each.
+    # IEEE keeps two parts of each weight.
     weight_registers = k_steps * m_tiles * (8 if ieee else 4)
     in_registers = in_registers and weight_registers <= WEIGHT_REGISTERS * (2 / 3 if ieee else 1)
     needed = (
@@ -279,11 +286,11 @@ def _with_splits(
 
 
 def expected_microseconds(problem: Problem, tile: GradInputTile, device: Device) -> float:
-    """The expected time on an H200: it ranks tiles."""
+    """Returns the expected microseconds on an H200, by which tiles are ranked."""
     geometry, grad_output = problem.geometry, tile.grad_output
     down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
     across = blocks_across(geometry, tile)
-    blocks = across * ceil_div(down, _repeat(down, across, device.multiprocessors * tile.resident, 2))
+    blocks = across * ceil_div(down, _segment_tiles(down, across, device.multiprocessors * tile.resident, 2))
     k_steps = ceil_div(chunk_taps(geometry, grad_output), 8)
     rows_read = 2 if geometry.in_channels_per_group <= 8 else 4
     channels = (

@@ -32,7 +32,7 @@ class Prices:
     weight: Price
     input: Price
     byte: Price
-    least_byte: Price
+    tensor_byte: Price
     partial_byte: Price
     step: Price
     round: Price
@@ -49,7 +49,7 @@ GRAD_INPUT = Prices(
     weight=(3.2e-3, 0),
     input=(0, 0),
     byte=(1.01e-5, 0),
-    least_byte=(2.1e-6, 0),
+    tensor_byte=(2.1e-6, 0),
     partial_byte=(8.9e-5, 0),
     step=(0.19, 0),
     round=(0.31, 0),
@@ -65,7 +65,7 @@ GRAD_WEIGHT = Prices(
     weight=(0, 0),
     input=(2.1e-3, 0),
     byte=(5.6e-6, 0),
-    least_byte=(5.9e-6, 0),
+    tensor_byte=(5.9e-6, 0),
     partial_byte=(2.0e-4, 0),
     step=(0.183, 0),
     round=(0, 0),
@@ -91,7 +91,7 @@ class Work:
     inputs: float
     #: Bytes of grad_output that tiles load, with halos; bytes of the problem's tensors; bytes of partial sums.
     loaded: float
-    least: float
+    tensors: float
     partials: float
     #: Chunks of tiles that a block computes one after another; waves of blocks; the launch.
     steps: float
@@ -175,7 +175,7 @@ def work_of(
         weights=weights / 32 / multiprocessors,
         inputs=share * inputs,
         loaded=tiles * chunks * loaded_bytes(geometry, grad_output, channels_last, bytes_) / multiprocessors,
-        least=geometry.elements * bytes_ / multiprocessors,
+        tensors=geometry.elements * bytes_ / multiprocessors,
         partials=partial_bytes / multiprocessors,
         steps=share * chunks / occupied,
         rounds=max(1.0, rounds),

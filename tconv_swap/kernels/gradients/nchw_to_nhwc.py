@@ -1,5 +1,6 @@
-"""Plans of the backward pass by way of channels_last: NCHW tensors are brought to channels_last in the workspace
-(common/nchw_to_nhwc.py), and the kernels for channels_last compute from there. Pure functions of data."""
+"""Plans the backward pass of NCHW tensors by way of channels_last: launches of common/nchw_to_nhwc.py copy the
+tensors to
+channels_last in the workspace, and the kernels for channels_last compute from the copies. The functions are pure."""
 
 from __future__ import annotations
 
@@ -33,46 +34,48 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-#: Products that are summed up for an element of grad_input, from which the kernel by boxes makes up for storing NCHW.
+#: The fewest products in an element of grad_input at which implicit_gemm_tma pays although it stores NCHW (measured).
 LEAST_SUMMED = 2304
-#: Of grad_input alone: multiply-adds for each element of grad_output and the weight.
+#: For grad_input alone: the fewest multiply-adds for each element of grad_output and the weight (measured).
 LEAST_MACS_ALONE = 768
 GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part, its only output, and the inputs of the plan that it reads in channels_last. ``turned``: what it writes
-    has to be brought back to the output's layout."""
+class GradientPart:
+    """A part that computes one gradient, its output, and the inputs of the plan that it reads from copies in
+    channels_last. ``transposed_back``: the part stores a transposed output, which a launch brings to the output's
+    layout."""
 
     part: Part
     output: Output
-    arranged: tuple[int, ...]
-    turned: Matrices | None = None
+    copied: tuple[int, ...]
+    transposed_back: Matrices | None = None
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
-    """The gradients the mask asks for, out of arranged tensors, or None where that is not known to be the faster way.
+    """Returns the plan of the gradients of the mask from copies in channels_last, or None where this was not measured
+    to be faster.
 
-    Inputs: grad_output, input, weight (16-byte aligned). Workspace: the arranged tensors, at most
-    ``MAX_COPY_BYTES``, and beside them what the parts share.
+    Inputs: grad_output, input, weight (16-byte aligned). Workspace: the copies, at most ``MAX_COPY_BYTES``, and the
+    workspace of the parts.
     """
     if not pays(problem, output_mask, device):
         return None
-    pieces = []
+    gradients = []
     if output_mask[0]:
-        by_boxes = nhwc_grad_input(problem, device) if _by_boxes(problem) else None
-        pieces.append(by_boxes or direct_grad_input(problem, device))
+        by_boxes = nhwc_grad_input(problem, device) if _copy_engine_pays(problem) else None
+        gradients.append(by_boxes or direct_grad_input(problem, device))
     if output_mask[1]:
-        pieces.append(nhwc_grad_weight(problem, device))
-    made = [piece for piece in pieces if piece is not None]
-    if len(made) < len(pieces) or not any(piece.arranged for piece in made):
+        gradients.append(nhwc_grad_weight(problem, device))
+    made = [gradient for gradient in gradients if gradient is not None]
+    if len(made) < len(gradients) or not any(gradient.copied for gradient in made):
         return None
     return assembled(problem, made, output_mask[2], device)
 
 
 def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
-    """Whether arranging was measured to be the faster way (docs/kernels/arrange.md)."""
+    """Returns whether copies in channels_last were measured to be faster (docs/kernels/gradients/nchw_to_nhwc.md)."""
     if not gradients_nchw_to_nhwc_pays.enough_work(problem, device):
         return False
     if not output_mask[1] and not (output_mask[0] and _pays_alone(problem, device)):
@@ -84,102 +87,110 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     )
 
 
-def _by_boxes(problem: Problem) -> bool:
-    """Returns whether the kernel by boxes computes grad_input from a copy faster than others from what lies there."""
+def _copy_engine_pays(problem: Problem) -> bool:
+    """Returns whether grad_input_implicit_gemm_tma, on a copy, computes grad_input faster than the others without one."""
     enough = gradients_nchw_to_nhwc_pays.LEAST_CHANNELS
     of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
     return of_group and _summed(problem) >= LEAST_SUMMED
 
 
 def _summed(problem: Problem) -> int:
-    """Products that are summed up for an element of grad_input."""
+    """Returns how many products an element of grad_input is the sum of."""
     return problem.geometry.out_channels_per_group * problem.geometry.taps
 
 
 def _pays_alone(problem: Problem, device: Device) -> bool:
-    """Whether arranging pays for grad_input alone: many products for it, and nothing better from what lies there."""
-    arranged = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
-    if not _by_boxes(problem) or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * arranged:
+    """Returns whether copies pay for grad_input alone: it has many products, and no other family computes it without
+    copies."""
+    copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
+    if (
+        not _copy_engine_pays(problem)
+        or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * copied
+    ):
         return False
     direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
     return direct is None or direct.family == grad_input_implicit_gemm.FAMILY
 
 
-def nhwc_grad_input(problem: Problem, device: Device) -> Piece | None:
-    """From grad_output and the weight in channels_last to NCHW."""
+def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
+    """Returns grad_input in NCHW, computed from copies of grad_output and the weight in channels_last."""
     posed = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
     parts = grad_input_tma.part_candidates(replace(posed, output_channels_last=False), device, 1)
-    return Piece(parts[0], Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT)) if parts else None
+    return (
+        GradientPart(parts[0], Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT)) if parts else None
+    )
 
 
-def direct_grad_input(problem: Problem, device: Device) -> Piece | None:
-    """From the tensors as they lie."""
+def direct_grad_input(problem: Problem, device: Device) -> GradientPart | None:
+    """Returns grad_input, computed without copies."""
     part = grad_input_implicit_gemm.plan_grad_input(problem, device)
-    return Piece(part, Output(problem.geometry.input_shape), ()) if part is not None else None
+    return GradientPart(part, Output(problem.geometry.input_shape), ()) if part is not None else None
 
 
-def nhwc_grad_weight(problem: Problem, device: Device) -> Piece | None:
-    """From grad_output and the input in channels_last. Where no launch adds up slices, which would write any layout as
-    fast, the gradient is written in channels_last too, in whole lines."""
-    arranged = (GRAD_OUTPUT, INPUT)
+def nhwc_grad_weight(problem: Problem, device: Device) -> GradientPart | None:
+    """Returns grad_weight, computed from copies of grad_output and the input in channels_last. A launch that adds up
+    partial sums can store any layout; if there is none, the part stores channels_last, whose lines are whole, and
+    another launch transposes it."""
+    copied = (GRAD_OUTPUT, INPUT)
     made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
     posed = replace(problem, channels_last=True, weight_channels_last=True)
     part = grad_weight_tma.plan_from_nhwc_copies(posed, device, problem.weight_channels_last)
     if part is None:
         return None
     if len(part.launches) == 1 and not problem.weight_channels_last:
-        return Piece(part, made, arranged, tensors_of(problem)[WEIGHT].transposed)
-    return Piece(part, made, arranged)
+        return GradientPart(part, made, copied, tensors_of(problem)[WEIGHT].transposed)
+    return GradientPart(part, made, copied)
 
 
-def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:
-    """What the pieces read is arranged once, the bias's gradient comes with grad_output's arranging."""
+def assembled(problem: Problem, gradients: Sequence[GradientPart], wants_bias: bool, device: Device) -> Plan:
+    """Returns the plan: each tensor is copied once, and the copy of grad_output also computes the gradient of the
+    bias."""
     tensors = tensors_of(problem)
     memory = WorkspaceLayout()
     sums = memory.reserve(row_sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
     launches: list[Launch] = []
-    places: dict[Argument, Argument] = {}
-    for index in sorted({index for piece in pieces for index in piece.arranged}):
-        places[input_(index)] = place = workspace(memory.reserve(tensors[index].bytes))
+    copies: dict[Argument, Argument] = {}
+    for index in sorted({index for gradient in gradients for index in gradient.copied}):
+        copies[input_(index)] = copy_at = workspace(memory.reserve(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
-        launches.append(transpose(tensors[index], input_(index), place, device, with_sums))
+        launches.append(transpose(tensors[index], input_(index), copy_at, device, with_sums))
     launches[0] = replace(launches[0], overlaps_previous=False)
-    outputs = [piece.output for piece in pieces]
+    outputs = [gradient.output for gradient in gradients]
     if sums is not None:
         launches.append(reduce_row_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
         outputs.append(Output((problem.geometry.out_channels,)))
     results = [
-        workspace(memory.reserve(piece.turned.bytes)) if piece.turned else output(i)
-        for i, piece in enumerate(pieces)
+        workspace(memory.reserve(gradient.transposed_back.bytes)) if gradient.transposed_back else output(i)
+        for i, gradient in enumerate(gradients)
     ]
-    for index, (piece, result) in enumerate(zip(pieces, results, strict=True)):
-        arranged = {input_(i): places[input_(i)] for i in piece.arranged}
-        launches += _placed(piece.part, arranged, result, memory.bytes)
-        if piece.turned is not None:
-            back = transpose(piece.turned, result, output(index), device)
+    for index, (gradient, result) in enumerate(zip(gradients, results, strict=True)):
+        copied = {input_(i): copies[input_(i)] for i in gradient.copied}
+        launches += _placed(gradient.part, copied, result, memory.bytes)
+        if gradient.transposed_back is not None:
+            back = transpose(gradient.transposed_back, result, output(index), device)
             launches.append(replace(back, overlaps_previous=False))
     return Plan(
-        ", ".join(("nchw_to_nhwc", *dict.fromkeys(piece.part.family for piece in pieces))),
-        "; ".join(("by way of channels_last", *(piece.part.why for piece in pieces))),
+        ", ".join(("nchw_to_nhwc", *dict.fromkeys(gradient.part.family for gradient in gradients))),
+        "; ".join(("by way of channels_last", *(gradient.part.why for gradient in gradients))),
         tuple(outputs),
         tuple(launches),
-        memory.bytes + max(piece.part.workspace_bytes for piece in pieces),
+        memory.bytes + max(gradient.part.workspace_bytes for gradient in gradients),
     )
 
 
-def _placed(part: Part, places: dict[Argument, Argument], result: Argument, shared: int) -> list[Launch]:
-    """The part's launches, with its only output at ``result`` and its workspace from ``shared`` on."""
+def _placed(part: Part, copies: dict[Argument, Argument], result: Argument, first_byte: int) -> list[Launch]:
+    """Returns the part's launches with its output at ``result`` and its workspace from byte ``first_byte`` on."""
 
     def placed(argument: Argument) -> Argument:
         if argument.kind is ArgumentKind.WORKSPACE:
-            return workspace(shared + argument.value)
-        return result if argument.kind is ArgumentKind.OUTPUT else places.get(argument, argument)
+            return workspace(first_byte + argument.value)
+        return result if argument.kind is ArgumentKind.OUTPUT else copies.get(argument, argument)
 
     return [with_operands(launch, placed) for launch in part.launches]
 
 
 def tensors_of(problem: Problem) -> tuple[Matrices, Matrices, Matrices]:
-    """grad_output, the input and the weight."""
+    """Returns grad_output, the input and the weight as matrices to transpose."""
     g = problem.geometry
     return (
         activation(g.output_shape, problem.dtype),

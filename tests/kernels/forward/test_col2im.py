@@ -1,4 +1,4 @@
-"""The folded kernel (csrc/kernels/forward/col2im.cu), forced on random geometries, and what its plans say."""
+"""The plans of csrc/kernels/forward/col2im.cu, and on a GPU its results on random geometries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import col2im_choice as forward_col2im_choice
+from tconv_swap.kernels.forward import col2im_tile as forward_col2im_tile
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
@@ -37,23 +39,28 @@ def test_every_tile_fits_a_multiprocessor(
     geometry: Geometry, channels_last: bool, dtype: torch.dtype
 ) -> None:
     posed = problem(geometry, dtype, channels_last)
-    tiles = list(forward_col2im.candidates(posed, H200))
+    tiles = list(forward_col2im_choice.candidates(posed, H200))
     assert tiles
     for tile in tiles:
-        shared = forward_col2im.shared_bytes(posed, tile)
+        shared = forward_col2im_tile.shared_bytes(posed, tile)
         assert tile.blocks_per_multiprocessor * (shared + 1024) <= 228 << 10
         assert shared <= H200.shared_memory_per_block
-        assert forward_col2im.warps(tile) <= 16
+        assert tile.warps <= 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-def test_rgb_heads_are_folded_where_there_is_little_to_fold(channels_last: bool, dtype: torch.dtype) -> None:
+def test_rgb_heads_use_col2im_where_a_pixel_has_few_products(channels_last: bool, dtype: torch.dtype) -> None:
     wide = replace(DCGAN, kernel=(6, 6))  # 108 products a pixel
-    gathered = channels_last and dtype.itemsize == 2
-    for geometry, folded in ((DCGAN, True), (PIX2PIX, True), (FSRCNN, not gathered), (wide, False)):
+    narrow_mma_is_faster = channels_last and dtype.itemsize == 2
+    for geometry, expected in (
+        (DCGAN, True),
+        (PIX2PIX, True),
+        (FSRCNN, not narrow_mma_is_faster),
+        (wide, False),
+    ):
         made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
-        assert (made.family == "col2im") == folded
+        assert (made.family == "col2im") == expected
 
 
 def test_a_kernel_serves_many_batches() -> None:
@@ -65,24 +72,24 @@ def test_a_kernel_serves_many_batches() -> None:
     assert len(kernels) == 1
 
 
-def test_strips_fill_the_gpu() -> None:
+def test_row_tiles_fill_the_gpu() -> None:
     for geometry in LAYERS:
         for batch in (1, 3, 16, 128, 1000):
             posed = problem(geometry.with_batch(batch))
-            for tile in forward_col2im.rank(posed, H200)[:3]:
-                strips = forward_col2im.strips_of(posed, tile, H200)
-                assert 1 <= strips <= forward_col2im.MOST_STRIPS
+            for tile in forward_col2im_choice.rank(posed, H200)[:3]:
+                row_tiles = forward_col2im_tile.row_tiles(posed, tile, H200)
+                assert 1 <= row_tiles <= forward_col2im_tile.MAX_ROW_TILES
                 assert forward_col2im.plan_with_tile(posed, True, tile, H200).launches[0].grid <= (
                     132 * tile.blocks_per_multiprocessor
                 )
 
 
-def test_boxes_are_what_the_copy_engine_takes() -> None:
+def test_tensor_maps_are_legal() -> None:
     for geometry in LAYERS:
         for dtype in DTYPES:
             for channels_last in (False, True):
                 posed = problem(geometry, dtype, channels_last)
-                for tile in forward_col2im.candidates(posed, H200):
+                for tile in forward_col2im_choice.candidates(posed, H200):
                     (map_,) = forward_col2im.plan_with_tile(posed, True, tile, H200).launches[0].tensor_maps
                     assert all(stride % 16 == 0 for stride in map_.strides)
                     assert all(1 <= size <= 256 for size in map_.box)
@@ -100,7 +107,7 @@ def test_boxes_are_what_the_copy_engine_takes() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_claimed(other: Geometry) -> None:
+def test_other_problems_are_not_claimed(other: Geometry) -> None:
     assert forward_col2im.claims(problem(DCGAN), H200)
     assert not forward_col2im.claims(problem(other), H200)
     assert not forward_col2im.claims(problem(DCGAN), plan.Device("sm_80", 108, 163 << 10))
@@ -133,8 +140,9 @@ def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geome
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = DTYPES[seed % 3]
@@ -145,7 +153,11 @@ def test_forced_on_random_geometries(seed: int) -> None:
         channels_last = rng.random() < 0.5
         geometry = random_geometry(rng, dtype.itemsize, channels_last)
         posed = plan.Problem(geometry, dtype, "ieee", channels_last, rng.random() < 0.5)
-        tiles = list(forward_col2im.candidates(posed, facts)) if forward_col2im.claims(posed, facts) else []
+        tiles = (
+            list(forward_col2im_choice.candidates(posed, facts))
+            if forward_col2im.claims(posed, facts)
+            else []
+        )
         if tiles:
             break
     with_bias = rng.random() < 0.5

@@ -1,4 +1,4 @@
-"""Maps of one pixel (csrc/kernels/forward/gemm.cu), forced on random geometries, and what the plans say."""
+"""The plans of csrc/kernels/forward/gemm.cu (maps of one pixel), and on a GPU its results on random geometries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_launch_computes_the_first_layer_of_a_generator(
             assert made.launches[0].shared_bytes <= device.shared_memory_per_block
 
 
-def test_many_images_are_left_to_the_larger_tiles() -> None:
+def test_many_images_use_the_implicit_gemm() -> None:
     made = plan.plan_forward(problem(DCGAN.with_batch(1000)), True, H200)
     assert made.family == "implicit_gemm"
 
@@ -62,7 +62,7 @@ def test_many_images_are_left_to_the_larger_tiles() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_claimed(other: Geometry) -> None:
+def test_other_problems_are_not_claimed(other: Geometry) -> None:
     assert forward_gemm.claims(problem(DCGAN), H200)
     assert not forward_gemm.claims(problem(other), H200)
 
@@ -88,8 +88,9 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype, precision, tolerance = MODES[seed % 4]

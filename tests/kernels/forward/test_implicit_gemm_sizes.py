@@ -166,22 +166,22 @@ def test_every_output_is_in_one_tile(seed: int) -> None:
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     """The assumptions of a kernel hold for the size: multiples of rows, maps as narrow as the tile, splits."""
     rng = random.Random(1000 + seed)
-    posed, tile = chosen(rng, 200, 32)
-    geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
-    row = pixels if posed.flat else geometry.width
-    assert row % posed.row_multiple == 0 or posed.input_channels_last
-    assert geometry.out_width % posed.out_row_multiple == 0
-    if posed.flat:
-        assert posed.positions == (geometry.height, geometry.width)
-        assert not posed.even_columns or geometry.width % 2 == 0
+    problem, tile = chosen(rng, 200, 32)
+    geometry, pixels = problem.geometry, problem.geometry.height * problem.geometry.width
+    row = pixels if problem.flat else geometry.width
+    assert row % problem.row_multiple == 0 or problem.input_channels_last
+    assert geometry.out_width % problem.out_row_multiple == 0
+    if problem.flat:
+        assert problem.positions == (geometry.height, geometry.width)
+        assert not problem.even_columns or geometry.width % 2 == 0
         if tile.pixel_major or tile.nchw_stages:
             assert pixels % tile.cols == 0
         if tile.by_rows:
             assert tile.warp_cols * 8 % geometry.width == 0
             assert geometry.width % 2 == 0
     elif tile.wgmma and tile.cols < 8:
-        assert posed.positions[1] <= tile.cols
-    chunks = -(-posed.words // tile.chunk_words)
+        assert problem.positions[1] <= tile.cols
+    chunks = -(-problem.words // tile.chunk_words)
     assert 1 <= tile.splits <= chunks
     steps = [split * chunks // tile.splits for split in range(tile.splits + 1)]
     words = sizes.divisor(tile.splits)

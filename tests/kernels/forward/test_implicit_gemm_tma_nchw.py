@@ -1,5 +1,5 @@
-"""Inputs in NCHW that the copy engine brings and warps turn (csrc/kernels/forward/implicit_gemm_tma_nchw.cu): where
-they are chosen, that the boxes are what the copy engine takes, and on a GPU that forced tiles are right."""
+"""The plans of csrc/kernels/forward/implicit_gemm_tma_nchw.cu, whose producers transpose what the copy engine
+loads, and on a GPU its results on random geometries."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
     ],
     ids=str,
 )
-def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
+def test_rows_of_whole_16_bytes_use_the_kernel(geometry: Geometry, dtype: torch.dtype) -> None:
     problem, tile = first_tile(posed(geometry, dtype))
     assert tile.nchw_stages >= 2
     made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
@@ -72,7 +72,7 @@ def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
     ],  # rows of 504 bytes; images that tiles do not divide
     ids=str,
 )
-def test_what_is_not_turned(geometry: Geometry) -> None:
+def test_other_rows_do_not_use_the_kernel(geometry: Geometry) -> None:
     assert not first_tile(posed(geometry, torch.float32))[1].nchw_stages
 
 
@@ -84,10 +84,10 @@ def test_chunks_of_a_group_end_where_it_does() -> None:
 
 
 def tiles(problem: TileProblem) -> list[Tile]:
-    """Tiles of many shapes, not only those that are chosen."""
+    """Returns tiles of many shapes, not only those that are chosen."""
     phases = problem.phases[0] * problem.phases[1]
     found = []
-    for groups_n, producer_warps, most_rows, chunk_words in (
+    for groups_n, producer_warps, max_rows, chunk_words in (
         (2, 8, 8, 8),
         (1, 8, 8, 16),
         (1, 12, 4, 8),
@@ -96,15 +96,15 @@ def tiles(problem: TileProblem) -> list[Tile]:
         fragments = 1 << (32 // phases).bit_length() - 1 if phases <= 8 else 0
         if fragments < 4 or chunk_words > max(8, problem.words):
             continue
-        arranged = forward_fit.tile_fragments(problem, fragments, groups_n, most_rows)
-        run = arranged[5] if arranged[4] == 1 else arranged[4]
-        if arranged[2] < 8 or run < 4 or run in (5, 6, 7):
+        shape = forward_fit.tile_fragments(problem, fragments, groups_n, max_rows)
+        multiplied = forward_fit.multiplied_fragments(shape)
+        if shape[2] < 8 or multiplied < 4 or multiplied in (5, 6, 7):
             continue
         for stages, nchw_stages in forward_choice.TRANSPOSER_STAGES:
             tile = Tile(
                 4,
                 1,
-                *arranged,
+                *shape,
                 chunk_words,
                 stages,
                 1,
@@ -135,23 +135,23 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             ((5, 1), (2, 1), (2, 1)),
         ]
     )
-    one_row = kernel == stride == (2, 2)  # of cells, as no tap is shifted
+    flat = kernel == stride == (2, 2)  # no tap is shifted
     return Geometry(
         rng.randint(1, 5),
         groups * rng.choice((16, 24, 32, 33, 64, 72)),
-        rng.choice((4, 8, 16)) if one_row else rng.randint(5, 40),
-        rng.choice((16, 32, 48)) if one_row else 16 // item * rng.randint(2, 12),
+        rng.choice((4, 8, 16)) if flat else rng.randint(5, 40),
+        rng.choice((16, 32, 48)) if flat else 16 // item * rng.randint(2, 12),
         groups * rng.choice((40, 64, 96)),
         kernel,
         stride,
-        (0, 0) if one_row else (rng.randint(0, 2), rng.randint(0, 2)),
-        (0, 0) if one_row else (rng.randint(0, stride[0] - 1), rng.randint(0, stride[1] - 1)),
+        (0, 0) if flat else (rng.randint(0, 2), rng.randint(0, 2)),
+        (0, 0) if flat else (rng.randint(0, stride[0] - 1), rng.randint(0, stride[1] - 1)),
         dilation,
         groups,
     )
 
 
-def forced(seed: int) -> tuple[TileProblem, Tile]:
+def random_case(seed: int) -> tuple[TileProblem, Tile]:
     rng = random.Random(seed)
     dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
     while True:
@@ -166,24 +166,24 @@ def forced(seed: int) -> tuple[TileProblem, Tile]:
 
 def test_a_box_covers_the_halo_of_its_tile() -> None:
     for seed in range(60):
-        problem, tile = forced(seed)
-        (least_h, most_h), (least_w, most_w) = problem.shifts
+        problem, tile = random_case(seed)
+        (min_h, max_h), (min_w, max_w) = problem.shifts
         columns, _, rows = nchw_box(problem, tile)
-        lead = least_w % (16 // problem.item)
-        assert columns >= lead + tile.cols + most_w - least_w
-        assert rows == (tile.rows - 1) * problem.position_input_rows + 1 + most_h - least_h
-        assert (least_w - lead) * problem.item % 16 == 0
+        left_pad = min_w % (16 // problem.item)
+        assert columns >= left_pad + tile.cols + max_w - min_w
+        assert rows == (tile.rows - 1) * problem.position_input_rows + 1 + max_h - min_h
+        assert (min_w - left_pad) * problem.item % 16 == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(36))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Poisoned memory, and the same bits again."""
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """The results are right in poisoned memory, with the same bits twice."""
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("the kernel is made for sm_90a")
     torch.manual_seed(seed)
-    problem, tile = forced(seed)
+    problem, tile = random_case(seed)
     geometry, dtype = problem.geometry, problem.dtype
     made = forward_implicit_gemm.plan_with_tile(problem, tile, facts)
     assert_kernel_matches(made, geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=problem.has_bias)

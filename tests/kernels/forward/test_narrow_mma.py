@@ -1,5 +1,4 @@
-"""The stacked narrow kernel (csrc/kernels/forward/narrow_mma.cu), forced on random geometries, and what its plans
-say."""
+"""The plans of csrc/kernels/forward/narrow_mma.cu, and on a GPU its results on random geometries."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from tconv_swap.kernels.forward.narrow_mma_tile import product, shared_bytes
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
-LARGE_CELLS = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
+LARGE_STRIDES = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
 GROUPED = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4)
 WIDE_RGB = Geometry(4, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4))
-LAYERS = (RGB, GAPS, LARGE_CELLS, GROUPED, WIDE_RGB)
+LAYERS = (RGB, GAPS, LARGE_STRIDES, GROUPED, WIDE_RGB)
 #: As in test_cuda_op.py.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -136,8 +135,8 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 def test_float32_is_two_parts_where_tf32_is_allowed_and_cudnn_takes_it() -> None:
     for geometry, precision, parts in (
-        (LARGE_CELLS, "tf32", 2),
-        (LARGE_CELLS, "ieee", 3),
+        (LARGE_STRIDES, "tf32", 2),
+        (LARGE_STRIDES, "ieee", 3),
         (GAPS, "tf32", 3),
         (GROUPED, "tf32", 3),
         (RGB, "tf32", 3),
@@ -147,13 +146,17 @@ def test_float32_is_two_parts_where_tf32_is_allowed_and_cudnn_takes_it() -> None
             assert {tile.parts for tile in forward_narrow_mma_choice.candidates(posed, H200)} == {parts}
 
 
-def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
+def test_outputs_are_stored_from_registers_where_a_tile_of_m_is_contiguous() -> None:
     for geometry, last, direct in (
-        (LARGE_CELLS, False, True),
-        (LARGE_CELLS, True, True),
-        (replace(LARGE_CELLS, output_padding=(1, 1)), False, False),  # a cell is cut
-        (replace(LARGE_CELLS, kernel=(64, 31)), False, False),  # a column without taps
-        (replace(LARGE_CELLS, kernel=(16, 16), stride=(8, 8), padding=(4, 4)), False, False),  # runs of 8
+        (LARGE_STRIDES, False, True),
+        (LARGE_STRIDES, True, True),
+        (replace(LARGE_STRIDES, output_padding=(1, 1)), False, False),  # a position is cut
+        (replace(LARGE_STRIDES, kernel=(64, 31)), False, False),  # a column without taps
+        (
+            replace(LARGE_STRIDES, kernel=(16, 16), stride=(8, 8), padding=(4, 4)),
+            False,
+            False,
+        ),  # segments of 8
         (GAPS, False, False),
     ):
         tiles = list(forward_narrow_mma_choice.candidates(problem(geometry, channels_last=last), H200))
@@ -163,7 +166,7 @@ def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(18))
-def test_direct_stores_and_two_parts_on_random_geometries(seed: int) -> None:
+def test_direct_stores_and_two_parts_match_float64_on_random_geometries(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype, precision, tolerance = (
@@ -197,8 +200,9 @@ def test_direct_stores_and_two_parts_on_random_geometries(seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
-def test_forced_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]

@@ -40,7 +40,7 @@ AUXILIARY = (
     "nchw_to_nhwc",
     "forward_implicit_gemm_split_k",
 )
-#: The kernel that gets the layer at its launch too: there is one for each dtype.
+#: The layer is an argument of this kernel, too: there is one for each dtype, whatever the layers are.
 OF_NO_LAYER = "forward_tiny"
 #: Of an image, in float32.
 MAX_IMAGE_BYTES = 256 << 20
@@ -55,8 +55,9 @@ TOLERANCE = {
 
 
 def sizes_of(layer: Geometry) -> Iterator[Geometry]:
-    """Yields about 200 sizes: random ones, maps of one pixel, and images so large that stride1 computes them. Inputs
-    take at most 1 GiB of float32, since larger ones are not copied; offsets in an image have 32 bits."""
+    """200 of them or so: random ones, maps of one pixel, and images so large that forward/stride1.cu computes
+    them. Inputs of at most 1 GiB of float32, of larger ones no copy is made; images so small that offsets in them
+    are of 32 bits."""
     rng = random.Random(str(layer))
     for batch in (1, 7, 64, 200, 256, 300):
         yield replace(layer, batch=batch, height=1, width=1)
@@ -167,7 +168,7 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_of_narrow_ffma_own_every_position_once(seed: int, channels_last: bool) -> None:
+def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(seed, channels_last):
         for made, tile in zip(
             forward_narrow_ffma.plan_candidates(problem, False, H200, 1),
@@ -176,29 +177,31 @@ def test_blocks_of_narrow_ffma_own_every_position_once(seed: int, channels_last:
         ):
             (words,) = made.launches[0].structs
             all_tiles, repeat = words[5:7]
-            down, across, walks = words[7:10], words[10:13], words[13:16]
+            down, across, segments = words[7:10], words[10:13], words[13:16]
             assert geometry.width % tile.load == 0 or channels_last
             assert geometry.out_width % tile.out_row_multiple == 0
             constants = dict(made.launches[0].kernel.constants)
             rows = int(constants["LANES_H"]) * int(constants["THREAD_ROWS"])
             columns = int(constants["LANES_W"]) * int(constants["THREAD_COLUMNS"])
-            cells = [-(-out // s) for out, s in zip(geometry.output_shape[2:], geometry.stride, strict=True)]
-            others = made.launches[0].grid // (across[0] * walks[0])
-            assert others * across[0] * walks[0] == made.launches[0].grid
+            positions = [
+                -(-out // s) for out, s in zip(geometry.output_shape[2:], geometry.stride, strict=True)
+            ]
+            others = made.launches[0].grid // (across[0] * segments[0])
+            assert others * across[0] * segments[0] == made.launches[0].grid
             seen = set()
-            for block in range(across[0] * walks[0]):
-                walk = quotient(across, block)
-                column = (block - walk * across[0]) * columns
-                first = walk * repeat
+            for block in range(across[0] * segments[0]):
+                segment = quotient(across, block)
+                column = (block - segment * across[0]) * columns
+                first = segment * repeat
                 for one in range(first, min(first + repeat, all_tiles)):
                     images = quotient(down, one)
                     at = (images, (one - images * down[0]) * rows, column)
-                    assert at[1] < cells[0]
-                    assert at[2] < cells[1]
+                    assert at[1] < positions[0]
+                    assert at[2] < positions[1]
                     assert at not in seen
                     seen.add(at)
             images = -(-geometry.batch // int(constants["BLOCK_IMAGES"]))
-            assert len(seen) == images * -(-cells[0] // rows) * -(-cells[1] // columns)
+            assert len(seen) == images * -(-positions[0] // rows) * -(-positions[1] // columns)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
@@ -212,34 +215,34 @@ def test_tiles_of_narrow_mma_fit_the_rows_of_their_size(seed: int, channels_last
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_row_tiles_of_col2im_are_the_images(seed: int) -> None:
-    """Every row of positions is in one row tile, and every group of outputs in one column tile, at any size."""
+def test_tiles_of_col2im_cover_the_images_once(seed: int) -> None:
+    """Every row of positions is in one row tile, and every group of outputs in one column tile, for any size."""
     rng = random.Random(seed)
     channels_last = rng.random() < 0.5
     problem = col2im_problem(rng, channels_last)
     geometry = problem.geometry
     (made,) = forward_col2im.plan_candidates(problem, False, H200, 1)
     constants, (words,) = dict(made.launches[0].kernel.constants), made.launches[0].structs
-    height, out_height, out_width, tiles, cell_rows, groups, whole = words[:7]
-    column_tiles, strips = words[7:10], words[10:13]
+    height, out_height, out_width, tiles, position_rows, groups, whole = words[:7]
+    column_tiles, row_tiles = words[7:10], words[10:13]
     assert (height, out_height, out_width) == (geometry.height, geometry.out_height, geometry.out_width)
-    assert tiles == geometry.batch * column_tiles[0] * strips[0]
-    assert groups <= int(constants["MOST_GROUPS"])
+    assert tiles == geometry.batch * column_tiles[0] * row_tiles[0]
+    assert groups <= int(constants["MAX_GROUPS"])
     columns = int(constants["PANEL_PIXELS"]) * int(constants["STEP_PANELS"])
     assert whole == (geometry.width <= columns)
     assert column_tiles[0] == 1 or not whole
-    cells = -(-4 // (problem.dtype.itemsize * geometry.stride[1]))
-    assert groups * column_tiles[0] * cells * geometry.stride[1] >= out_width
-    bounds = [quotient(strips, strip * cell_rows) for strip in range(strips[0] + 1)]
-    assert bounds == [strip * cell_rows // strips[0] for strip in range(strips[0] + 1)]
+    positions = -(-4 // (problem.dtype.itemsize * geometry.stride[1]))
+    assert groups * column_tiles[0] * positions * geometry.stride[1] >= out_width
+    bounds = [quotient(row_tiles, row_tile * position_rows) for row_tile in range(row_tiles[0] + 1)]
+    assert bounds == [row_tile * position_rows // row_tiles[0] for row_tile in range(row_tiles[0] + 1)]
     first = geometry.padding[0] // geometry.stride[0]
     last = (out_height - 1 + geometry.padding[0]) // geometry.stride[0]
     assert (bounds[0], bounds[-1]) == (0, last + 1 - first)
     seen = set()
     for tile in range(tiles):
         rest = quotient(column_tiles, tile)
-        image = quotient(strips, rest)
-        seen.add((image, rest - image * strips[0], tile - rest * column_tiles[0]))
+        image = quotient(row_tiles, rest)
+        seen.add((image, rest - image * row_tiles[0], tile - rest * column_tiles[0]))
     assert len(seen) == tiles
     assert max(seen)[0] == geometry.batch - 1
 
@@ -275,10 +278,10 @@ def test_stride1_gets_the_sizes_of_its_tiles() -> None:
         words: Words = made.launches[1].structs[0]
         height, width, out_height, out_width, segment, columns = words[:6]
         assert (height, width, out_height, out_width) == (*size[1:], geometry.out_height, geometry.out_width)
-        strips, segments = words[6:9], words[9:12]
-        assert (strips[0] - 1) * 128 < out_width <= strips[0] * 128
+        column_tiles, segments = words[6:9], words[9:12]
+        assert (column_tiles[0] - 1) * 128 < out_width <= column_tiles[0] * 128
         assert (segments[0] - 1) * segment < out_height <= segments[0] * segment
-        assert columns == geometry.batch * strips[0] * segments[0]
+        assert columns == geometry.batch * column_tiles[0] * segments[0]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------
@@ -360,8 +363,8 @@ def test_one_kernel_has_several_sizes(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+def test_one_kernel_computes_several_sizes_one_after_another(family: str, seed: int) -> None:
+    """The outputs match float64 in poisoned memory, with the same bits twice, each size after another one."""
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":

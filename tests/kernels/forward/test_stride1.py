@@ -1,5 +1,5 @@
-"""Stride 1 in NCHW, down strips (csrc/kernels/forward/stride1.cu): outputs and gradients of inputs, forced on
-random geometries, and what the plans say."""
+"""The plans of csrc/kernels/forward/stride1.cu, and on a GPU its results on random geometries: outputs and gradients of
+inputs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.runtime.program import Part
@@ -36,7 +37,7 @@ def as_output(geometry: Geometry, dtype: torch.dtype = torch.float32) -> TilePro
 
 
 @pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
-def test_large_images_are_planned_in_strips(geometry: Geometry) -> None:
+def test_large_images_use_the_kernel(geometry: Geometry) -> None:
     assert plan.plan_forward(problem(geometry), True, H200).family == "stride1"
     backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
     assert backward.family == "stride1"
@@ -48,12 +49,12 @@ def test_large_images_are_planned_in_strips(geometry: Geometry) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
-def test_tiles_keep_what_was_promised(geometry: Geometry, dtype: torch.dtype) -> None:
+def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry, dtype: torch.dtype) -> None:
     for posed in (as_output(geometry, dtype), grad_input_implicit_gemm.as_forward(problem(geometry, dtype))):
-        found = list(forward_stride1.candidates(posed, H200))
+        found = list(forward_stride1_tile.candidates(posed, H200))
         assert found
         for tile in found:
-            assert forward_stride1.shared_bytes(posed, tile) <= H200.shared_memory_per_block
+            assert forward_stride1_tile.shared_bytes(posed, tile) <= H200.shared_memory_per_block
             pack, main = forward_stride1.plan_with_tile(posed, tile).launches
             assert pack.grid * pack.block * 16 >= forward_stride1.plan_with_tile(posed, tile).workspace_bytes
             for one in main.tensor_maps:
@@ -62,21 +63,21 @@ def test_tiles_keep_what_was_promised(geometry: Geometry, dtype: torch.dtype) ->
                 assert one.box[0] * dtype.itemsize % 16 == 0
 
 
-def test_what_is_not_claimed() -> None:
+def test_other_problems_are_not_claimed() -> None:
     assert forward_stride1.claims(as_output(FEW), H200)
     assert not forward_stride1.claims(as_output(FEW), replace(H200, architecture="sm_100"))
     for other in ({"stride": (2, 2)}, {"dilation": (1, 2)}, {"groups": 2}, {"in_channels": 288}):
         assert not forward_stride1.claims(as_output(replace(FEW, **other)), H200)
-    # Rows that are no multiples of 16 bytes: only where no tap reads beyond their ends.
+    # Rows whose bytes are no multiple of 16 are claimed only where no tap reads beyond their ends.
     uneven = replace(FEW, width=1026)
     assert not forward_stride1.claims(as_output(uneven), H200)
     assert forward_stride1.claims(as_output(replace(uneven, padding=(0, 2))), H200)
-    # Every second channel lies at a multiple of 16 bytes as the first does, or only every fourth.
+    # Addresses of every second channel differ by multiples of 16 bytes, or only those of every fourth.
     assert forward_stride1.claims(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
     fourth = replace(uneven, width=1025, height=511, padding=(0, 2))
     assert not forward_stride1.claims(as_output(fourth), H200)
-    # All weights of some channels have to lie in shared memory.
-    assert not list(forward_stride1.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
+    # All weights of some output channels have to fit shared memory.
+    assert not list(forward_stride1_tile.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -109,17 +110,19 @@ def random_part(
             tiled = make_problem(posed.geometry, posed.dtype, posed.precision, False, weight_last, has_bias)
         small = replace(device, multiprocessors=rng.choice((2, 40, device.multiprocessors)))
         found = (
-            list(forward_stride1.candidates(tiled, small)) if forward_stride1.claims(tiled, device) else []
+            list(forward_stride1_tile.candidates(tiled, small))
+            if forward_stride1.claims(tiled, device)
+            else []
         )
         if found:
             tile = rng.choice(found)
-            tile = replace(tile, slots=rng.randint(2, tile.slots))
+            tile = replace(tile, stages=rng.randint(2, tile.stages))
             return posed, has_bias, forward_stride1.plan_with_tile(tiled, tile)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(8))
-def test_forced_outputs(seed: int) -> None:
+def test_random_outputs_match_float64(seed: int) -> None:
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("needs a GPU with wgmma")
@@ -131,7 +134,7 @@ def test_forced_outputs(seed: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(8))
-def test_forced_gradients_of_the_input(seed: int) -> None:
+def test_random_gradients_of_the_input_match_float64(seed: int) -> None:
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("needs a GPU with wgmma")

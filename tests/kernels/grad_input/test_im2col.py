@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from grad_input_cases import defined_gradient
 from harness import assert_kernel_matches
 
 from tconv_swap.geometry import Geometry
@@ -142,14 +143,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
         assert np.isnan(grad_input[stored]).all(), "stored twice"
         grad_input[stored] = sums[exists]
 
-    (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
-    (padding_h, padding_w), wanted = geometry.padding, np.zeros_like(grad_input)
-    padded = np.zeros((geometry.batch, channels, height + 200, width + 400))
-    padded[:, :, padding_h : padding_h + height, padding_w : padding_w + width] = grad_output
-    for kh, kw in np.ndindex(kernel_h, kernel_w):
-        shifted = padded[:, :, kh * dilation_h :: step_h, kw * dilation_w :: step_w][:, :, :rows, :cols]
-        wanted += np.einsum("nchw,c->nhw", shifted, weight[:, kh, kw])
-    return grad_input, wanted
+    return grad_input, defined_gradient(posed, grad_output, weight)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from grad_input_cases import defined_gradient
 from harness import assert_kernel_matches
 
 from tconv_swap.geometry import Geometry
@@ -191,13 +192,7 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
             assert np.isnan(grad_input[position[inside]]).all(), "stored twice"
             grad_input[position[inside]] = sums[warpgroup][inside]
 
-    padded = np.zeros((geometry.batch, geometry.height + 200, geometry.width + 200))
-    padded[:, padding_h : padding_h + geometry.height, padding_w : padding_w + geometry.width] = grad_output
-    wanted = np.zeros((geometry.batch, rows, cols))
-    for kh in range(kernel_h):
-        for kw in range(kernel_w):
-            shifted = padded[:, kh * dilation_h :: step_h, kw * dilation_w :: step_w]
-            wanted += weight[kh, kw] * shifted[:, :rows, :cols]
+    wanted = defined_gradient(posed, grad_output[:, None], weight[None])
     return grad_input.reshape(wanted.shape), wanted
 
 

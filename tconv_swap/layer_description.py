@@ -1,4 +1,4 @@
-"""Describes a transposed convolution in a few words."""
+"""Describes a transposed convolution in a short line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 
-def described(module: Any) -> str:
+def describe_layer(module: Any) -> str:
     """Returns channels and arguments, such as ``"128->64 k4 s2 p1 bias"``, without arguments at their default."""
     if not hasattr(module, "kernel_size"):  # a traced module keeps no attributes
         return "of unknown geometry"
