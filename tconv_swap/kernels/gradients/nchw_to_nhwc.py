@@ -88,7 +88,7 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
 
 
 def _copy_engine_pays(problem: Problem) -> bool:
-    """Returns whether grad_input_implicit_gemm_tma, on a copy, computes grad_input faster than the others without one."""
+    """Returns whether grad_input_implicit_gemm_tma on a copy is faster than the other families without one."""
     enough = gradients_nchw_to_nhwc_pays.LEAST_CHANNELS
     of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
     return of_group and _summed(problem) >= LEAST_SUMMED
