@@ -93,7 +93,7 @@ def choose_backward(
     measured_whys: dict[str, None] = {}
     for unit in backward_units(mask):
         winner = winners.get(problem_key(problem, unit, has_bias=False))
-        if backend == "auto" and (why := _why_native(problem, unit, device, winner)):
+        if backend == "auto" and (why := _why_native(problem, unit, device, winner, mask)):
             native.append(Step(unit, None, why))
             continue
         default = plan.plan_backward(problem, unit, device)
@@ -138,9 +138,11 @@ def backward_units(mask: Mask) -> list[Mask]:
     return units
 
 
-def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | None) -> str | None:
-    """Returns why PyTorch's operator should compute these gradients, or None. A result of ``tune`` takes
-    precedence."""
+def _why_native(
+    problem: Problem, unit: Mask, device: Device, winner: Winner | None, mask: Mask
+) -> str | None:
+    """Returns why PyTorch's operator should compute these gradients of those that are wanted (``mask``), or None. A
+    result of ``tune`` takes precedence."""
     if winner is not None:
         return winner.why if winner.native else None
     if unit == (False, False, True):
@@ -151,7 +153,9 @@ def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | N
         return WHY_NOT_GENERAL
     if unit[1]:
         return measured.why_grad_weight_is_native(problem, made.family, device)
-    return measured.why_grad_input_is_native(problem, made.family, device)
+    why = measured.why_grad_input_is_native(problem, made.family, device)
+    # One pass for both gradients is faster than the faster of two for one of them.
+    return None if why and mask[1] and plan.in_one_pass(problem, device) else why
 
 
 def _only_general(problem: Problem, made: Plan) -> bool:

@@ -23,6 +23,16 @@ WIDE_STRIDE = 5
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
+#: In channels_last cuDNN's gradient of the input is faster from so many channels on either side and so many
+#: multiply-adds for each element of input, output and weight: with strides, where the copy engine cannot bring
+#: grad_output for ours (five layers).
+INTENSE_CHANNELS, INTENSE_UNBOXED = 128, 500
+#: The same in 16 bits, whoever brings grad_output (seven layers), and multiply-adds in all.
+INTENSE, INTENSE_MACS = 600, 1 << 34
+#: Up to so many output channels, if their number and that of input channels is even: cuDNN's kernels take channels in
+#: pairs (2, 2 and 4 output channels were faster by them in all modes, 1 and 3 by ours).
+FEW_CHANNELS = 4
+
 #: In float32 without TF32 at stride 1, cuDNN's output is faster from this many taps, channels on either side and
 #: images on, on maps of at least and at most this many pixels.
 TRANSFORMED_TAPS = 15
@@ -30,8 +40,11 @@ TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
-#: The family of tensor-core tiles. The other families were faster than cuDNN wherever they were measured.
+#: The family of tensor-core tiles, and that whose tiles the copy engine loads. The narrow family was slower than cuDNN
+#: only where ``_has_few_pairs`` says so, the others nowhere that they were measured.
 IMPLICIT_GEMM = "implicit_gemm"
+IMPLICIT_GEMM_TMA = "implicit_gemm_tma"
+NARROW_MMA = "narrow_mma"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -63,6 +76,12 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
             return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
         if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
             return _WHY.format(what="wide strides and gaps in NCHW without TF32", speedup="0.87")
+    if not problem.channels_last or precision == "ieee" or geometry.groups > 1:
+        return None
+    if family == NARROW_MMA and _has_few_pairs(geometry):
+        return _WHY.format(what="2 or 4 output channels in channels_last", speedup="0.45 to 0.94")
+    if family in (IMPLICIT_GEMM, IMPLICIT_GEMM_TMA) and _is_intense(geometry, family, precision):
+        return _WHY.format(what="many products of an element in channels_last", speedup="0.18 to 0.91")
     return None
 
 
@@ -84,6 +103,22 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
     else:
         many, speedup = PAIRS_16_BIT, "0.35 to 0.99"
     return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
+
+
+def _has_few_pairs(geometry: Geometry) -> bool:
+    few = geometry.out_channels <= FEW_CHANNELS
+    return few and geometry.in_channels % 2 == geometry.out_channels % 2 == 0
+
+
+def _is_intense(geometry: Geometry, family: str, precision: str) -> bool:
+    """Returns whether so many products are made of an element that cuDNN's kernels come nearer to the multiplier's
+    rate than this family."""
+    if min(geometry.in_channels, geometry.out_channels) < INTENSE_CHANNELS:
+        return False
+    if family == IMPLICIT_GEMM and max(geometry.stride) > 1:
+        return geometry.macs >= INTENSE_UNBOXED * geometry.elements
+    large = geometry.macs >= INTENSE_MACS and geometry.macs >= INTENSE * geometry.elements
+    return large and precision == "16 bits"
 
 
 def _leaves_gaps(geometry: Geometry) -> bool:

@@ -19,6 +19,7 @@ from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import gemm as gradients_gemm
@@ -33,6 +34,7 @@ __all__ = [
     "Problem",
     "backward_candidates",
     "forward_candidates",
+    "in_one_pass",
     "plan_backward",
     "plan_forward",
     "with_weight_layout",
@@ -140,11 +142,19 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 
 def _of_larger_families(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
-    for family in (gradients_gemm.plan_backward, gradients_nchw_to_nhwc.plan_backward, _depthwise):
+    for family in (_gemm, gradients_nchw_to_nhwc.plan_backward, _depthwise):
         made = family(problem, output_mask, device)
         if made is not None:
             return made
     return _direct_backward(problem, output_mask, device)
+
+
+def _gemm(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
+    """Returns the plan of a product of matrices. The gradient of the weight alone it leaves to the copy engine's
+    kernel, which was 1.1 to 1.8 times as fast on an H200 (three layers)."""
+    if tuple(output_mask) == (False, True, False) and grad_weight_tma.claims(problem, device):
+        return None
+    return gradients_gemm.plan_backward(problem, output_mask, device)
 
 
 def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
@@ -207,6 +217,11 @@ def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
         tuple(launches),
         workspace_bytes=max((part.workspace_bytes for part in parts), default=0),
     )
+
+
+def in_one_pass(problem: Problem, device: Device) -> bool:
+    """Returns whether a kernel computes the gradients of input and weight in one pass over grad_output."""
+    return _together(problem, False, device) is not None
 
 
 def _together(problem: Problem, wants_bias: bool, device: Device) -> tuple[Part, bool] | None:

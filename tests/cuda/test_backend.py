@@ -94,6 +94,11 @@ ONE_PIXEL = Geometry(128, 100, 1, 1, 512, (4, 4))
 #: Its channels are no multiple of 4, so the implicit GEMM computes its gradients.
 ONE_PIXEL_ODD = Geometry(128, 102, 1, 1, 512, (4, 4))
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+#: In channels_last cuDNN takes channels in pairs.
+TWO_CHANNELS = Geometry(12, 44, 56, 177, 2, (3, 3), (2, 2), (1, 1), (1, 1))
+#: Many products of an element, by the copy engine, and of rows that are no multiples of 16 bytes.
+POSE = Geometry(32, 512, 15, 20, 256, (4, 4), (2, 2), (1, 1))
+VOCODER = Geometry(24, 1548, 1, 184, 774, (1, 6), (1, 3), (0, 1), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,16 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (SMALL_FLAT, torch.float16, "ieee", False, (False, False, False)),
         (STRIDE_1.with_batch(2), torch.float32, "ieee", True, (False, False, False)),
         (RGB, torch.float16, "ieee", True, (False, False, False)),
+        (TWO_CHANNELS, torch.float16, "ieee", True, (False, True, False)),
+        (TWO_CHANNELS, torch.float32, "tf32", True, (False, True, False)),
+        (TWO_CHANNELS, torch.float16, "ieee", False, (False, False, False)),
+        (TWO_CHANNELS, torch.float32, "ieee", True, (False, False, False)),
+        (POSE, torch.float16, "ieee", True, (False, True, False)),
+        (POSE.with_batch(16), torch.float16, "ieee", True, (False, False, False)),
+        (POSE, torch.float32, "tf32", True, (False, False, True)),
+        (VOCODER, torch.float32, "tf32", True, (False, True, True)),
+        (VOCODER.with_batch(1), torch.float32, "tf32", True, (False, False, True)),
+        (VOCODER, torch.float32, "ieee", True, (False, False, False)),
     ],
     ids=str,
 )
@@ -148,6 +163,14 @@ def test_classes_measured_to_be_slower_are_left_to_pytorch_on_hopper_alone(
     assert by_pytorch(H200, "auto") == native
     assert not any(by_pytorch(H200, "kernel"))
     assert not any(by_pytorch(plan.Device("sm_80", 108, 163 << 10), "auto"))
+
+
+def test_a_gradient_that_one_pass_computes_with_another_stays_ours() -> None:
+    asked = plan.Problem(TWO_CHANNELS, torch.float32, "tf32", True, True)
+    (alone,) = choose_backward(asked, (True, False, False), H200, "auto")
+    assert alone.plan is None
+    (both,) = choose_backward(asked, (True, True, False), H200, "auto")
+    assert both.family == "narrow_joint"
 
 
 def test_a_small_map_whose_weights_have_to_be_packed_is_pytorchs() -> None:

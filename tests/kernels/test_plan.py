@@ -25,6 +25,8 @@ DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
 DEPTHWISE = Geometry(2, 21, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 KB75 = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), 4)
+#: Of more phases than a tile of tensor cores computes.
+WIDE_STRIDE = Geometry(3, 32, 9, 8, 32, (32, 32), (16, 16), (8, 8))
 HUGE = Geometry(8, 64, 8192, 8192, 64, (3, 3))
 
 
@@ -59,6 +61,9 @@ def constants(made: Plan) -> dict[str, object]:
         (DEPTHWISE, torch.float32, TURING, "narrow_ffma"),
         (RGB, torch.float32, H200, "col2im"),
         (RGB, torch.float32, TURING, "narrow_ffma"),
+        (WIDE_STRIDE, torch.float32, H200, "narrow_mma"),
+        (WIDE_STRIDE, torch.float16, H200, "narrow_mma"),
+        (replace(WIDE_STRIDE, in_channels=33), torch.float16, H200, "general"),
     ],
     ids=str,
 )
@@ -70,6 +75,30 @@ def test_the_family_chosen(
     assert made.why
     assert made.outputs[0].shape == geometry.output_shape
     assert made.outputs[0].channels_last == channels_last
+
+
+#: A kernel that is its stride; 2048 products of an element.
+MASK_HEAD = Geometry(64, 128, 7, 7, 128, (2, 2), (2, 2))
+POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "copied"),
+    [
+        (MASK_HEAD, torch.float32, True),
+        (MASK_HEAD, torch.float16, False),
+        (replace(MASK_HEAD, out_channels=120), torch.float32, False),
+        (replace(MASK_HEAD, in_channels=32, kernel=(1, 2), stride=(1, 2)), torch.float32, False),
+        (POSE, torch.float32, True),
+        (POSE, torch.float16, False),
+        (replace(POSE, out_channels=136), torch.float16, True),
+    ],
+    ids=str,
+)
+def test_where_the_forward_pass_of_nchw_reads_a_copy(
+    geometry: Geometry, dtype: torch.dtype, copied: bool
+) -> None:
+    assert ("nchw_to_nhwc" in [one.kernel.entry for one in forward(geometry, dtype).launches]) == copied
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -266,11 +295,24 @@ def test_the_narrow_gradients_take_what_is_narrow(
 ) -> None:
     for mask in ((True, False, False), (False, True, False)):
         made = backward(geometry, dtype, channels_last=channels_last, mask=mask)
-        assert made.family == "narrow_mma"
+        wide = geometry == MANY_TAPS and mask[1] and channels_last and dtype != torch.float32
+        assert made.family == ("implicit_gemm" if wide else "narrow_mma")
         assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES
         assert all(one.grid < 2**31 and one.shared_bytes <= 227 << 10 for one in made.launches)
     assert backward(geometry, torch.float64).family == "general"
     assert backward(geometry, torch.float32, TURING).family == "general"
+
+
+def test_a_map_of_one_pixel_leaves_the_gradient_of_the_weight_alone_to_the_copy_engine() -> None:
+    one_pixel = Geometry(12, 512, 1, 1, 512, (7, 7))
+    for mask, family in (
+        ((False, True, False), "implicit_gemm_tma"),
+        ((True, True, False), "gemm"),
+        ((False, True, True), "gemm"),
+        ((True, False, False), "gemm"),
+    ):
+        assert backward(one_pixel, torch.float16, channels_last=True, mask=mask).family == family
+    assert backward(one_pixel, torch.float16, mask=(False, True, False)).family == "gemm"
 
 
 def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_all_of_the_output() -> None:

@@ -14,10 +14,12 @@ from tconv_swap.kernels.problem import Device
 
 #: A channels_last copy of the input is written and read once more. It pays at strides above 1 from so many output
 #: channels of a group on, with which several blocks read the input anyhow, and from so many products of an input
-#: element on: the first number where tiles are whole rows or no tap is shifted; elsewhere the second, and twice that
-#: for 16 bits, whose products take half of the time (measured on an H200).
+#: element on (measured on an H200): MIN_PRODUCTS where tiles are whole rows or no tap is shifted; in TF32, where no tap
+#: is shifted, half of them (1.04 to 1.27 times as fast on six layers); elsewhere MIN_PRODUCTS_SHIFTED, for 16 bits more
+#: than those, with which it was as fast (2064 to 3072 products: 1.25 to 1.67 times on three layers).
 MIN_OUT_CHANNELS = 128
 MIN_PRODUCTS = 1024
+MIN_PRODUCTS_FLAT_TF32 = 512
 MIN_PRODUCTS_SHIFTED = 2048
 
 
@@ -48,7 +50,12 @@ def pays(problem: TileProblem, tile: Tile) -> bool:
     if tile.pixel_major:
         return max(problem.geometry.stride) > 1
     geometry = problem.geometry
-    min_products = MIN_PRODUCTS if tile.by_rows or problem.flat else MIN_PRODUCTS_SHIFTED * 4 // problem.item
+    if problem.flat and problem.item == 4:
+        min_products = MIN_PRODUCTS_FLAT_TF32
+    elif tile.by_rows or problem.flat:
+        min_products = MIN_PRODUCTS
+    else:
+        min_products = MIN_PRODUCTS_SHIFTED + (problem.item == 2)
     return (
         max(geometry.stride) > 1
         and geometry.out_channels_per_group >= MIN_OUT_CHANNELS

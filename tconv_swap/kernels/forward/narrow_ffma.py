@@ -13,6 +13,7 @@ from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.common.sizes import Words, divisor
+from tconv_swap.kernels.forward.implicit_gemm import MAX_PHASES
 from tconv_swap.kernels.forward.narrow_ffma_choice import choose, terms
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
@@ -33,6 +34,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: faster.
 MULTIPLY_ADDS_PER_ELEMENT = 84
 MULTIPLY_ADDS_PER_OUTPUT = 96
+#: The same number of multiply-adds for each output, of layers with so wide a stride that implicit_gemm does not claim
+#: them: beside the narrow kernels there are only the general ones and PyTorch's, which took 5.7 to 22 times as long (92
+#: products for an output, on an H200).
+MULTIPLY_ADDS_OF_WIDE_STRIDES = 128
 #: With at most so many channels on one side, most of a tensor core's tile would be padding, and FFMA is faster after
 #: all.
 NARROW_CHANNELS = 8
@@ -54,6 +59,8 @@ def _claims_layer(layer: Geometry) -> bool:
     """Whether the kernel is a candidate for all sizes of a layer."""
     if min(layer.in_channels_per_group, layer.out_channels_per_group) <= NARROW_CHANNELS:
         return True
+    if layer.stride[1] > MAX_PHASES:
+        return terms(layer) <= MULTIPLY_ADDS_OF_WIDE_STRIDES
     one_row = layer.kernel[0] == layer.stride[0] == 1
     batch, height, width = NOMINAL_ROW if one_row else NOMINAL_MAP
     nominal = replace(layer, batch=batch, height=height, width=width)

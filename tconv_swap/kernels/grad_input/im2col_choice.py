@@ -11,6 +11,7 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
     MULTIPLY_MACS,
     Im2colTile,
     clocks,
+    column_block,
     conflicts,
     halves,
     legal,
@@ -90,12 +91,19 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     examined = dict.fromkeys(
         tile for i in range(len(sizes)) for tile in sorted(plain, key=lambda tile: plain[tile][i])[:EXAMINED]
     )
+    max_tiles = share_of_im2col(layer, device)
+    # Of several tiles the first is right for rows of any width.
+    any_width = [tile for tile in plain if max_tiles > 1 and column_block(layer, tile) == 1]
+    if any(column_block(layer, tile) > 1 for tile in examined):
+        for i in range(len(sizes)):
+            examined.update(dict.fromkeys(sorted(any_width, key=lambda tile: plain[tile][i])[:1]))
     found: dict[Schedule, list[float]] = {}
     for tile in examined:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
         passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
-    return select_covering(found, weights, (), share_of_im2col(layer, device))
+    first = [one for one in found if max_tiles > 1 and column_block(layer, one[0]) == 1]
+    return select_covering(found, weights, first, max_tiles)
 
 
 def _expected_clocks(tile: Im2colTile, passes: float, problem: StridedProblem, device: Device) -> float:

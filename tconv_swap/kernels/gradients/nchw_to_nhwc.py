@@ -64,7 +64,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         return None
     gradients = []
     if output_mask[0]:
-        by_boxes = nhwc_grad_input(problem, device) if _summed(problem) >= LEAST_SUMMED else None
+        by_boxes = nhwc_grad_input(problem, device) if _copy_engine_pays(problem) else None
         gradients.append(by_boxes or direct_grad_input(problem, device))
     if output_mask[1]:
         gradients.append(nhwc_grad_weight(problem, device))
@@ -87,6 +87,13 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     )
 
 
+def _copy_engine_pays(problem: Problem) -> bool:
+    """Returns whether grad_input_implicit_gemm_tma on a copy is faster than the other families without one."""
+    enough = gradients_nchw_to_nhwc_pays.LEAST_CHANNELS
+    of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
+    return of_group and _summed(problem) >= LEAST_SUMMED
+
+
 def _summed(problem: Problem) -> int:
     """Returns how many products an element of grad_input is the sum of."""
     return problem.geometry.out_channels_per_group * problem.geometry.taps
@@ -97,7 +104,7 @@ def _pays_alone(problem: Problem, device: Device) -> bool:
     copies."""
     copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
     if (
-        _summed(problem) < LEAST_SUMMED
+        not _copy_engine_pays(problem)
         or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * copied
     ):
         return False

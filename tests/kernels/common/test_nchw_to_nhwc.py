@@ -46,6 +46,7 @@ CASES = [
     dict(x=(2, 256, 1, 70), w=(256, 128, 1, 16), stride=(1, 8), padding=(0, 4)),
     dict(x=(2, 256, 11, 37), w=(256, 136, 4, 4), stride=4),
     dict(x=(1, 384, 3, 5), w=(384, 128, 5, 5), stride=2, padding=2, dilation=(1, 2), output_padding=(1, 0)),
+    dict(x=(3, 96, 9, 14), w=(96, 48, 3, 3), stride=2, padding=1, output_padding=1),
 ]
 
 
@@ -142,7 +143,7 @@ def test_not_every_problem_pays(geometry: Geometry) -> None:
             replace(WIDE, in_channels=128, out_channels=128, kernel=(2, 2), padding=(0, 0)),
             "implicit_gemm",
         ),
-        (replace(WIDE, out_channels=64), "implicit_gemm"),
+        (replace(WIDE, out_channels=40), "implicit_gemm"),
     ],
     ids=str,
 )
@@ -152,6 +153,24 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
     assert "nchw_to_nhwc" not in direct.family
     ampere = plan.Device("sm_80", 108, 163 << 10)
     assert "nchw_to_nhwc" not in plan.plan_backward(problem(geometry), (True, True, True), ampere).family
+
+
+@pytest.mark.parametrize(
+    ("geometry", "converted"),
+    [
+        (Geometry(6, 96, 99, 192, 48, (3, 3), (2, 2), (1, 1), (1, 1)), True),
+        (Geometry(8, 96, 64, 64, 40, (4, 4), (2, 2), (1, 1)), False),  # too few channels
+        (Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2)), False),  # too few products for each converted element
+        (Geometry(2, 64, 32, 32, 64, (16, 16), (8, 8), (4, 4)), False),  # kernels of many taps
+    ],
+    ids=str,
+)
+def test_which_gradients_of_the_weight_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
+    made = plan.plan_backward(problem(geometry), (False, True, False), H200)
+    assert ("nchw_to_nhwc" in made.family) == converted
+    # Of fewer channels than 128 the gradient of the input is computed from what lies there.
+    both = plan.plan_backward(problem(geometry), (True, True, False), H200)
+    assert all(one.kernel.entry != "grad_input_implicit_gemm_tma" for one in both.launches)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: i
 
 
 UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
+VOCODER = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
 #: Layers with rows of 129 and 638 pixels, which are no multiples of 16 bytes; the second has few multiply-adds for each
 #: of them.
 STYLEGAN2 = Geometry(1, 4096, 64, 64, 2048, (3, 3), (2, 2), groups=8)
@@ -164,6 +165,8 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     ("geometry", "dtype", "entries"),
     [
         (UNET1, torch.float32, ["grad_input_im2col"]),
+        # A row of which no multiple of 32 columns is made, at a stride for which most tiles need that.
+        (VOCODER, torch.float32, ["grad_input_im2col"]),
         (STYLEGAN2, torch.float32, ["pad_rows", "grad_input_im2col"]),
         (STYLEGAN2, torch.float16, ["nchw_to_nhwc", "nchw_to_nhwc", "grad_input_implicit_gemm_tma"]),
         (KB81, torch.float32, ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"]),

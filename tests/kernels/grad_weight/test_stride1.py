@@ -80,6 +80,10 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "stride1"
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16)) != "stride1"
     assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
+    # Few output channels, and far less work than theirs.
+    small = Geometry(1, 256, 264, 200, 17, (3, 3), padding=(1, 1))
+    assert family(problem(small)) == "stride1"
+    assert family(problem(replace(small, out_channels=15))) != "stride1"
 
 
 def test_only_aligned_layers_of_stride_1_are_claimed() -> None:
