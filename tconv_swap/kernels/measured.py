@@ -26,11 +26,11 @@ SMALL_MAP_CHANNELS = 512
 #: In channels_last cuDNN's gradient of the input is faster from so many channels on either side and so many
 #: multiply-adds for each element of input, output and weight: with strides, where the copy engine cannot bring
 #: grad_output for ours (five layers).
-INTENSE_CHANNELS, INTENSE_UNBOXED = 128, 500
-#: The same in 16 bits, whoever brings grad_output (seven layers), and multiply-adds in all.
+INTENSE_CHANNELS, INTENSE_WITHOUT_TMA = 128, 500
+#: The same in 16 bits for every loader (seven layers), and the multiply-adds of the whole pass.
 INTENSE, INTENSE_MACS = 600, 1 << 34
-#: Up to so many output channels, if their number and that of input channels is even: cuDNN's kernels take channels in
-#: pairs (2, 2 and 4 output channels were faster by them in all modes, 1 and 3 by ours).
+#: Up to so many output channels cuDNN is faster if the numbers of input and output channels are even: its kernels take
+#: channels in pairs (it was faster with 2, 2 and 4 output channels in all modes, ours with 1 and 3).
 FEW_CHANNELS = 4
 
 #: In float32 without TF32 at stride 1, cuDNN's output is faster from this many taps, channels on either side and
@@ -116,7 +116,7 @@ def _is_intense(geometry: Geometry, family: str, precision: str) -> bool:
     if min(geometry.in_channels, geometry.out_channels) < INTENSE_CHANNELS:
         return False
     if family == IMPLICIT_GEMM and max(geometry.stride) > 1:
-        return geometry.macs >= INTENSE_UNBOXED * geometry.elements
+        return geometry.macs >= INTENSE_WITHOUT_TMA * geometry.elements
     large = geometry.macs >= INTENSE_MACS and geometry.macs >= INTENSE * geometry.elements
     return large and precision == "16 bits"
 

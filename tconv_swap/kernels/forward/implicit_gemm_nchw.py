@@ -15,8 +15,8 @@ from tconv_swap.kernels.problem import Device
 #: A channels_last copy of the input is written and read once more. It pays at strides above 1 from so many output
 #: channels of a group on, with which several blocks read the input anyhow, and from so many products of an input
 #: element on (measured on an H200): MIN_PRODUCTS where tiles are whole rows or no tap is shifted; in TF32, where no tap
-#: is shifted, half of them (1.04 to 1.27 times as fast on six layers); elsewhere MIN_PRODUCTS_SHIFTED, for 16 bits more
-#: than those, with which it was as fast (2064 to 3072 products: 1.25 to 1.67 times on three layers).
+#: is shifted, half of them (1.04 to 1.27 times as fast on six layers); elsewhere MIN_PRODUCTS_SHIFTED (in 16 bits, 2048
+#: products: as fast; 2064 to 3072: 1.25 to 1.67 times as fast on three layers).
 MIN_OUT_CHANNELS = 128
 MIN_PRODUCTS = 1024
 MIN_PRODUCTS_FLAT_TF32 = 512
@@ -55,7 +55,7 @@ def pays(problem: TileProblem, tile: Tile) -> bool:
     elif tile.by_rows or problem.flat:
         min_products = MIN_PRODUCTS
     else:
-        min_products = MIN_PRODUCTS_SHIFTED + (problem.item == 2)
+        min_products = MIN_PRODUCTS_SHIFTED
     return (
         max(geometry.stride) > 1
         and geometry.out_channels_per_group >= MIN_OUT_CHANNELS

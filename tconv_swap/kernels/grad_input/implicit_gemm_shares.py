@@ -7,7 +7,7 @@ from dataclasses import replace
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, has_another_step
-from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import LEAST_CHANNELS
+from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import MIN_CHANNELS
 from tconv_swap.kernels.problem import Device
 
 #: The most kernels that compute one stage of a layer, in one dtype and layout, over all sizes.
@@ -75,7 +75,7 @@ def _shared(layer: StridedProblem, device: Device) -> bool:
 def _may_be_transposed(layer: StridedProblem) -> bool:
     """Returns whether some sizes may be computed from copies in channels_last."""
     g = layer.geometry
-    return layer.item == 2 and min(g.in_channels_per_group, g.out_channels_per_group) >= LEAST_CHANNELS
+    return layer.item == 2 and min(g.in_channels_per_group, g.out_channels_per_group) >= MIN_CHANNELS
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:

@@ -1,6 +1,6 @@
 """Plans the backward pass of NCHW tensors by way of channels_last: launches of common/nchw_to_nhwc.py copy the
-tensors to
-channels_last in the workspace, and the kernels for channels_last compute from the copies. The functions are pure."""
+tensors to channels_last in the workspace, and the kernels for channels_last compute from the copies. The functions are
+pure."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tconv_swap.runtime.program import (
 )
 
 #: The fewest products in an element of grad_input at which implicit_gemm_tma pays although it stores NCHW (measured).
-LEAST_SUMMED = 2304
+MIN_SUMMED = 2304
 #: For grad_input alone: the fewest multiply-adds for each element of grad_output and the weight (measured).
-LEAST_MACS_ALONE = 768
+MIN_MACS_ALONE = 768
 GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 
 
@@ -64,8 +64,8 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         return None
     gradients = []
     if output_mask[0]:
-        by_boxes = nhwc_grad_input(problem, device) if _copy_engine_pays(problem) else None
-        gradients.append(by_boxes or direct_grad_input(problem, device))
+        from_copies = nhwc_grad_input(problem, device) if _tma_pays(problem) else None
+        gradients.append(from_copies or direct_grad_input(problem, device))
     if output_mask[1]:
         gradients.append(nhwc_grad_weight(problem, device))
     made = [gradient for gradient in gradients if gradient is not None]
@@ -87,11 +87,11 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     )
 
 
-def _copy_engine_pays(problem: Problem) -> bool:
-    """Returns whether grad_input_implicit_gemm_tma on a copy is faster than the other families without one."""
-    enough = gradients_nchw_to_nhwc_pays.LEAST_CHANNELS
+def _tma_pays(problem: Problem) -> bool:
+    """Returns whether grad_input/implicit_gemm_tma on a copy is faster than the other families without one."""
+    enough = gradients_nchw_to_nhwc_pays.MIN_CHANNELS
     of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
-    return of_group and _summed(problem) >= LEAST_SUMMED
+    return of_group and _summed(problem) >= MIN_SUMMED
 
 
 def _summed(problem: Problem) -> int:
@@ -103,10 +103,7 @@ def _pays_alone(problem: Problem, device: Device) -> bool:
     """Returns whether copies pay for grad_input alone: it has many products, and no other family computes it without
     copies."""
     copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
-    if (
-        not _copy_engine_pays(problem)
-        or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * copied
-    ):
+    if not _tma_pays(problem) or problem.geometry.macs * problem.dtype.itemsize < MIN_MACS_ALONE * copied:
         return False
     direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
     return direct is None or direct.family == grad_input_implicit_gemm.FAMILY

@@ -1,5 +1,5 @@
-"""Where NCHW tensors are brought to channels_last first, because the kernels for channels_last make up for that. Pure
-functions of data."""
+"""Says which NCHW layers gain from copies in channels_last, which the kernels for channels_last read. Pure functions of
+data."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.problem import Device, Problem
 
 #: As measured on an H200 in float16: channels of either side of a group, for the gradient of the input and for that of
-#: the weight, and multiply-adds for each element that is arranged (with 144 to 819 of them the gradient of the weight
+#: the weight, and multiply-adds for each element that is copied (with 144 to 819 of them the gradient of the weight
 #: was 1.02 to 1.9 times as fast on 13 layers, with 43 to 128 of them 0.58 to 1.03 times on four).
-LEAST_CHANNELS = 128
-LEAST_CHANNELS_OF_WEIGHT = 48
-LEAST_MACS_PER_ELEMENT = 136
+MIN_CHANNELS = 128
+MIN_CHANNELS_OF_WEIGHT = 48
+MIN_MACS_PER_ELEMENT = 136
 
 
 def enough_channels(geometry: Geometry, least: int) -> bool:
-    """Returns whether either side of a group has at least so many channels."""
+    """Returns whether both sides of a group have at least ``least`` channels."""
     return min(geometry.in_channels_per_group, geometry.out_channels_per_group) >= least
 
 
 def enough_work(problem: Problem, device: Device) -> bool:
-    """Whether arranging input and grad_output was measured to be the faster way (docs/kernels/arrange.md)."""
+    """Returns whether copies of input and grad_output were measured to be faster
+    (docs/kernels/gradients/nchw_to_nhwc.md)."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.channels_last or max(g.stride) == 1 or g.batch == 0:
         return False
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
     # The narrow kernels take the gradient of the input of kernels of many taps.
-    if not enough_channels(g, LEAST_CHANNELS if g.taps >= MANY_TAPS else LEAST_CHANNELS_OF_WEIGHT):
+    if not enough_channels(g, MIN_CHANNELS if g.taps >= MANY_TAPS else MIN_CHANNELS_OF_WEIGHT):
         return False
     elements = g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width
-    return g.macs >= LEAST_MACS_PER_ELEMENT * g.batch * elements
+    return g.macs >= MIN_MACS_PER_ELEMENT * g.batch * elements
 
 
 def at_some_size(problem: Problem, device: Device) -> bool:
-    """The same of a layer: some size of it is arranged, for channels that the copy engine can bring."""
+    """Returns whether some size of this layer has enough work, and the copy engine can load its channels."""
     g = problem.geometry
-    if not enough_channels(g, LEAST_CHANNELS_OF_WEIGHT) or g.in_channels % 8 or g.out_channels % 8:
+    if not enough_channels(g, MIN_CHANNELS_OF_WEIGHT) or g.in_channels % 8 or g.out_channels % 8:
         return False
     return _at_some_size(of_any_size(problem), device)
 
