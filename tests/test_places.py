@@ -13,7 +13,7 @@ import torch
 from cli_cases import files, run, saved_generator
 
 import tconv_swap
-from tconv_swap.cli import workflow
+from tconv_swap.cli import networks, workflow
 from tconv_swap.cli.places import PlaceError, check_apart
 from tconv_swap.runtime.cache import cache_directory
 
@@ -191,7 +191,7 @@ class TestImported:
         Path("net_of_places.py").write_text("from helper_of_places import build\n")
         network = torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 3, 2))
         torch.save(network.state_dict(), "weights.pt")
-        monkeypatch.setattr(workflow, "plan_swap", None)
+        monkeypatch.setattr(networks, "plan_swap", None)
         return Path("helper_of_places.py")
 
     @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_a_wrong_replay_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes == []
     assert all(graph.replays > 2 for graph in graphs)
     for factor, apart in ((2.1, "5.0e-02"), (0.0, "inf")):
-        with pytest.raises(ValueError, match=f"what is replayed of the original differs by {apart}"):
+        with pytest.raises(ValueError, match=f"the replayed output of the original differs by {apart}"):
             replayed(monkeypatch, factor)
 
 

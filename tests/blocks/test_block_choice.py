@@ -67,7 +67,7 @@ def test_blocks_by_default_and_what_becomes_of_them_on_a_cpu() -> None:
     document, text = swapped("--no-benchmark")
     assert blocks_of(document) == {"1": (True, ""), "4": (True, "")}
     assert type(written()) is Blocks
-    for said in ("2 of 2 norms swapped, 2 with the activation", "for 2 of them, on CUDA alone, were neither"):
+    for said in ("2 of 2 norms swapped, 2 with the activation", "for 2 of them, on CUDA only, were neither"):
         assert said in text
     document, text = swapped("--no-benchmark", "--fuse", "none")
     assert not blocks_of(document)

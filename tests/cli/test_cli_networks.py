@@ -105,8 +105,8 @@ class TestNothingToCompare:
             (lambda y: map(abs, [y]), "returns map: let"),
             (lambda y: {}, "returns no tensor: let its forward return tensors"),
             (lambda y: "done", "returns no tensor: let its forward return tensors"),
-            (lambda y: y[:0], "returns empty tensors: give inputs of at least one sample"),
-            (lambda y: {"boxes": y[:, :0]}, "returns empty tensors: give inputs of at least one sample"),
+            (lambda y: y[:0], "returns empty tensors: give inputs with at least one sample"),
+            (lambda y: {"boxes": y[:, :0]}, "returns empty tensors: give inputs with at least one sample"),
             (lambda y: y * torch.nan, "returns no finite number: give other inputs"),
         ],
     )

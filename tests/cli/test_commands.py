@@ -84,7 +84,7 @@ class TestBench:
         [
             (("--only", "nothing"), "no such layer: nothing; the suite has kb57"),
             (("--dtype", "int8"), "expected one of tf32, fp16, bf16, fp32"),
-            (("--device", "meta"), "only cpu and cuda"),
+            (("--device", "meta"), "run on cpu and cuda only"),
             (("--backend", "cudnn"), "expected one of auto, rules, kernel"),
             (("--report", "r.pdf"), "ends in .md or .html"),
         ],

@@ -227,7 +227,7 @@ def test_the_legacy_reader_has_no_function_to_change(tmp_path: Path) -> None:
             load_model(save(tmp_path / "model.pt", pickled(record)))
     # A state for what is no object at all: BUILD on the name itself.
     content = pickled(call)[:-1] + pickled(given)[2:-1] + b"b."
-    with pytest.raises(LoadError, match="a state to what is no object"):
+    with pytest.raises(LoadError, match="a state to something that is not an object"):
         load_model(save(tmp_path / "model.pt", content))
 
 

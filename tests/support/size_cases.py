@@ -16,6 +16,14 @@ from tconv_swap.measurement.suite import load_suite
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
+
+
+def sizes_for(device: plan.Device) -> int:
+    """Returns the number of random sizes of a layer that a test plans for a device: most for the one that has all
+    families."""
+    return 200 if device == H200 else 60
+
+
 #: dtype and precision.
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
 #: The layers of the suite that have channels enough for tensor cores.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import swap_layers, verify
-from tconv_swap.cli import workflow
+from tconv_swap.cli import networks, workflow
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.preserving import preserved
 
@@ -220,7 +220,7 @@ def test_a_network_that_fills_its_gpu_is_not_copied(
 ) -> None:
     theirs, _ = pair()
     if crowded:
-        monkeypatch.setattr(workflow, "free_bytes", lambda device: 1000)
+        monkeypatch.setattr(networks, "free_bytes", lambda device: 1000)
     request = workflow.Request(tmp_path)
     original, swapped = workflow.original_and_swapped(theirs, request, torch.device("cuda"))
     pairs = list(zip(theirs.parameters(), original.parameters(), swapped.parameters(), strict=True))

@@ -67,7 +67,7 @@ def test_casts_as_pytorch_does(source: torch.dtype, target: torch.dtype) -> None
             if tensor.dim() == 4 and rng.random() < 0.5:
                 tensor = tensor.contiguous(memory_format=torch.channels_last)
             tensors.append(tensor)
-        handle = call.cast_answer([*tensors, *[None] * (3 - count)], target)[2]
+        handle = call.plan_cast_call([*tensors, *[None] * (3 - count)], target)[2]
         assert handle >= 0
         for _ in range(2):
             copies = torch.ops.tconv_swap.launch(handle, tensors)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
-from size_cases import AMPERE, H200, MODES, quotient, random_sizes
+from size_cases import AMPERE, H200, MODES, quotient, random_sizes, sizes_for
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
@@ -54,10 +54,10 @@ TOLERANCE = {
 }
 
 
-def sizes_of(layer: Geometry) -> Iterator[Geometry]:
-    """200 of them or so: random ones, maps of one pixel, and images so large that forward/stride1.cu computes
-    them. Inputs of at most 1 GiB of float32, of larger ones no copy is made; images so small that offsets in them
-    are of 32 bits."""
+def sizes_of(layer: Geometry, count: int) -> Iterator[Geometry]:
+    """Yields ``count`` random sizes of the layer, maps of one pixel, and images so large that forward/stride1.cu
+    computes them. Inputs have at most 1 GiB in float32, because larger ones are not copied, and images are so small
+    that their offsets have 32 bits."""
     rng = random.Random(str(layer))
     for batch in (1, 7, 64, 200, 256, 300):
         yield replace(layer, batch=batch, height=1, width=1)
@@ -67,7 +67,7 @@ def sizes_of(layer: Geometry) -> Iterator[Geometry]:
             images = [4 * math.prod(shape[1:]) for shape in (found.input_shape, found.output_shape)]
             if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MAX_IMAGE_BYTES:
                 yield found
-    for _ in range(190):
+    for _ in range(count):
         yield random_sizes(rng, layer)
 
 
@@ -85,7 +85,7 @@ def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(
     for dtype, precision in MODES:
         for channels_last in (False, True):
             kernels: dict[str, set[Kernel]] = {}
-            for geometry in sizes_of(layer.geometry):
+            for geometry in sizes_of(layer.geometry, sizes_for(device)):
                 if min(geometry.out_height, geometry.out_width) <= 0:
                     continue
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
@@ -108,7 +108,7 @@ def test_float64_has_one_kernel(channels_last: bool) -> None:
     for layer in LAYERS:
         problems = [
             plan.Problem(size, torch.float64, "ieee", channels_last, channels_last)
-            for size in sizes_of(layer.geometry)
+            for size in sizes_of(layer.geometry, sizes_for(H200))
             if min(size.out_height, size.out_width) > 0
             and max(size.batch * size.out_channels * size.out_height * size.out_width, 1) < 2**31 - 256
         ]

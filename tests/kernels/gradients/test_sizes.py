@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
-from size_cases import AMPERE, H200, MODES, TOLERANCE, random_sizes
+from size_cases import AMPERE, H200, MODES, TOLERANCE, random_sizes, sizes_for
 
 from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import Mask
@@ -75,7 +75,7 @@ def test_a_layer_has_at_most_four_kernels_beside_auxiliary_ones(layer: Layer, de
                 rng = random.Random(layer.name)
                 kernels: set[Kernel] = set()
                 others: dict[str, set[Kernel]] = {}
-                for _ in range(200):
+                for _ in range(sizes_for(device)):
                     posed = plan.Problem(
                         any_size(rng, layer.geometry), dtype, precision, channels_last, channels_last
                     )
