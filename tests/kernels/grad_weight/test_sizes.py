@@ -71,7 +71,7 @@ def test_no_size_is_compiled_in() -> None:
         "WIDTH",
         "OUT_HEIGHT",
         "OUT_WIDTH",
-        "SLICES",
+        "SPLITS",
         "FLUSH",
         "THROUGH_WORKSPACE",
         "MERGED",

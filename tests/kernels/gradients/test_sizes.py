@@ -48,7 +48,7 @@ AUXILIARY = {
     "space_to_depth",
     "split_k_reduce",
 }
-SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SLICES", "REPEAT", "ROW_COUNT"}
+SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "REPEAT", "ROW_COUNT"}
 MAX_KERNELS = 4
 #: The gradient of the input, of the weight, and both.
 MASKS: tuple[Mask, ...] = ((True, False, False), (False, True, False), (True, True, False))
