@@ -77,7 +77,7 @@ def test_the_family_chosen(
     assert made.outputs[0].channels_last == channels_last
 
 
-#: A kernel that is its stride; 2048 products of an element.
+#: A layer whose kernel is its stride, and one with 2048 products of an element.
 MASK_HEAD = Geometry(64, 128, 7, 7, 128, (2, 2), (2, 2))
 POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
 
@@ -90,8 +90,8 @@ POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
         (replace(MASK_HEAD, out_channels=120), torch.float32, False),
         (replace(MASK_HEAD, in_channels=32, kernel=(1, 2), stride=(1, 2)), torch.float32, False),
         (POSE, torch.float32, True),
-        (POSE, torch.float16, False),
-        (replace(POSE, out_channels=136), torch.float16, True),
+        (POSE, torch.float16, True),
+        (replace(POSE, kernel=(3, 3)), torch.float16, False),
     ],
     ids=str,
 )
