@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +99,20 @@ def test_a_part_of_the_rows() -> None:
     assert {task.key[1:] for task in found} == {("fp16", "nchw", "backward")}
 
 
+def a_slow_choice(calls: Mapping[str, Call], chosen: str) -> dict[str, Timing]:
+    """Runs every call; what "auto" takes needs 3 ms, PyTorch's operator 4 and every other plan 2."""
+    for call in calls.values():
+        call()
+    slow = {chosen: 3.0, PYTORCH: 4.0}
+    return {name: Timing(ms, ms, ms, 5) for name in calls for ms in [slow.get(name, 2.0)]}
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ablation_measure.jit, "compile_kernel", lambda kernel, architecture: b"")
     ready = prepare(replace(TASK, direction=direction), H200, candidates, DIRECTIONS)
-    timer = partial(regret.timed, device=torch.device("cpu"))
     with pretended_gpu(monkeypatch):
-        measured = measure(ready, torch.device("cpu"), H200.architecture, timer, lambda _: None)
+        measured = measure(ready, torch.device("cpu"), H200.architecture, a_slow_choice, lambda _: None)
     rows = regret.rows_of(ready, measured)
     assert [row.stage for row in rows] == [s for s, of in selection.STAGES.items() if of == direction]
     for row in rows:
@@ -114,8 +120,7 @@ def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch
         assert row.chosen in row.microseconds
         assert row.problem["kernel"] == (4, 4)
         assert row.problem["bias"]
-        assert row.regret is not None
-        assert row.regret >= 1
+        assert row.regret == (1.5 if row.chosen in row.plans else 2.0)
     alike = [row.plans for row in rows if "forward_implicit_gemm_mma 2" in row.plans]
     for plans in alike:
         assert (
@@ -127,7 +132,7 @@ def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch
     results.save(tmp_path / "rows.json", regret.summary(rows))
     kept = Results.load(tmp_path / "rows.json", "regret", RegretRow)
     assert [row.microseconds for row in kept.rows] == [row.microseconds for row in rows]
-    assert "small" in regret.report(kept.rows) or all(row.regret == 1 for row in kept.rows)
+    assert "small" in regret.report(kept.rows)
 
 
 def test_only_calls_near_the_fastest_or_taken_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
