@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ablation_cases import DRAWN, SUITE, made_up
+from ablation_cases import DRAWN, SUITE, Clock, made_up
 from pretended_gpu import GPU, H200, pretended_gpu
 
 from benchmarks import ablation, ablation_measure
@@ -131,6 +130,7 @@ def test_plans_that_are_far_too_slow_are_not_timed_again(monkeypatch: pytest.Mon
     add, run = GPU.add_plan, GPU.launch
     slow_handles: list[int] = []
     calls: list[int] = []
+    clock = Clock()
 
     def add_plan(gpu: GPU, made: Plan, *others: Any) -> int:
         handle = add(gpu, made, *others)
@@ -139,11 +139,12 @@ def test_plans_that_are_far_too_slow_are_not_timed_again(monkeypatch: pytest.Mon
 
     def launched(gpu: GPU, handle: int, *tensors: Any) -> list[torch.Tensor]:
         calls.append(handle)
-        time.sleep(1.0 if handle in slow_handles else 0.0)
+        clock.now += 1.0 if handle in slow_handles else 0.0
         return run(gpu, handle, *tensors)
 
     monkeypatch.setattr(GPU, "add_plan", add_plan)
     monkeypatch.setattr(GPU, "launch", launched)
+    monkeypatch.setattr(ablation_measure, "perf_counter", clock)
     with pretended_gpu(monkeypatch):
         (row,) = measure(ready, CPU, H200.architecture, timed, lambda _: None)
     assert row.microseconds[slow] > 1e6

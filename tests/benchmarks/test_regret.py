@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ablation_cases import DRAWN, SUITE
+from ablation_cases import DRAWN, SUITE, Clock
 from pretended_gpu import H200, pretended_gpu
 
 from benchmarks import ablation_measure, regret, selection
@@ -110,6 +110,7 @@ def a_slow_choice(calls: Mapping[str, Call], chosen: str) -> dict[str, Timing]:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ablation_measure.jit, "compile_kernel", lambda kernel, architecture: b"")
+    monkeypatch.setattr(ablation_measure, "perf_counter", Clock())
     ready = prepare(replace(TASK, direction=direction), H200, candidates, DIRECTIONS)
     with pretended_gpu(monkeypatch):
         measured = measure(ready, torch.device("cpu"), H200.architecture, a_slow_choice, lambda _: None)
