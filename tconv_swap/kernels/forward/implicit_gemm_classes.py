@@ -121,8 +121,9 @@ def choose(problem: TileProblem, device: Device, count: int = 1) -> list[tuple[T
     few = [one for one in legal if one[0].few]
     if few and 4 * block_count(best[0].adapted(problem), best[0].tile) < 3 * device.multiprocessors:
         best = few[0]
-    found = [best[0], *(one for one in best[1] if one.legal(problem) and one != best[0])]
-    return [_for_size(one, problem, device) for one in found[:count]]
+    others = (one for one in best[1] if one.legal(problem) and one != best[0])
+    found = [best[0], *islice(others, count - 1)]
+    return [_for_size(one, problem, device) for one in found]
 
 
 def of_any_size(problem: TileProblem) -> TileProblem:

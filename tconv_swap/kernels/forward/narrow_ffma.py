@@ -20,9 +20,8 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
     Tile,
     axes,
     columns_of_tiles,
+    footprint,
     row_tiles,
-    shared_bytes,
-    threads,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -89,7 +88,10 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     for tile in choose(problem, device, max_narrow_schedules(problem, device), count):
         if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) >= INT32_LIMIT // 2:
             continue
-        time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, device.multiprocessors)
+        taken = footprint(geometry, tile, channels_last)
+        time, repeat = microseconds(
+            geometry, tile, taken, channels_last, dtype.itemsize, device.multiprocessors
+        )
         channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
         why = f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200"
         plans.append(build(problem, has_bias, tile, repeat, why))
@@ -113,6 +115,7 @@ def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
 def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
     """Returns the plan in which each block computes ``repeat`` tiles, one after another."""
     geometry, channels_last = problem.geometry, problem.channels_last
+    taken = footprint(geometry, tile, channels_last)
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,
@@ -133,9 +136,9 @@ def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -
     launch = Launch(
         kernel,
         grid=columns_of_tiles(geometry, tile) * ceil_div(row_tiles(geometry, tile), repeat),
-        block=threads(geometry, tile),
+        block=taken.threads,
         arguments=(input_(0), input_(1), input_(2), output(0), struct(0)),
-        shared_bytes=shared_bytes(geometry, tile, channels_last),
+        shared_bytes=taken.shared_bytes,
         structs=(_sizes(geometry, tile, repeat),),
     )
     return Plan(

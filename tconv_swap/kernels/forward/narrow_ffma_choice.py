@@ -19,12 +19,11 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
     MAX_THREADS,
     MIN_SUMS,
     UNROLLED_MULTIPLY_ADDS,
+    Footprint,
     Tile,
     axes,
-    input_loads,
-    registers,
+    footprint,
     row_tiles,
-    shared_bytes,
     threads,
     unrolled,
 )
@@ -135,16 +134,26 @@ def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[T
     limit = min(SHARED_BYTES, device.shared_memory_per_block)
     for max_loads in MAX_LOADS:
         tiles = candidates(problem.geometry, channels_last, item, asynchronous, limit, max_loads, multiples)
-        finalists = sorted(tiles, key=lambda tile: _expected(problem, tile, device, False))[:FINALISTS]
+        finalists = sorted(tiles, key=lambda one: _time(problem, one[0], one[1], device, False))[:FINALISTS]
         if finalists:
-            return sorted(finalists, key=lambda tile: _expected(problem, tile, device))
+            return [
+                one[0] for one in sorted(finalists, key=lambda one: _time(problem, one[0], one[1], device))
+            ]
     return []
 
 
-def _expected(problem: Problem, tile: Tile, device: Device, bank_conflicts: bool = True) -> float:
+def _expected(problem: Problem, tile: Tile, device: Device) -> float:
+    """Returns the expected time of a tile in microseconds."""
+    return _time(problem, tile, footprint(problem.geometry, tile, problem.channels_last), device)
+
+
+def _time(
+    problem: Problem, tile: Tile, taken: Footprint, device: Device, bank_conflicts: bool = True
+) -> float:
     return microseconds(
         problem.geometry,
         tile,
+        taken,
         problem.channels_last,
         problem.dtype.itemsize,
         device.multiprocessors,
@@ -160,8 +169,8 @@ def candidates(
     shared_limit: int,
     max_loads: int,
     multiples: tuple[int, int],
-) -> Iterator[Tile]:
-    """Yields the tiles that are worth comparing, for rows of such multiples."""
+) -> Iterator[tuple[Tile, Footprint]]:
+    """Yields the tiles that are worth comparing, for rows of such multiples, and what their blocks take."""
     vertical, horizontal = axes(geometry)
     # 16-bit outputs round away what the order of a sum in float32 changes.
     partial = _partial(geometry) if element_bytes == 4 else 0
@@ -286,7 +295,7 @@ def _staged(
     shared_limit: int,
     max_loads: int,
     row_multiple: int,
-) -> Iterator[Tile]:
+) -> Iterator[tuple[Tile, Footprint]]:
     """Yields the tile with at most two of the largest chunks that fit, and the widest loads."""
     channels = geometry.in_channels_per_group
     block = threads(geometry, shape)
@@ -301,32 +310,38 @@ def _staged(
     )
     found = 0
     for chunk in sorted(chunks, reverse=True):
-        tile = replace(shape, chunk=chunk)
-        tile = replace(tile, load=_load(geometry, tile, channels_last, element_bytes, row_multiple))
-        if shared_bytes(geometry, tile, channels_last) > shared_limit:
+        load = _load(geometry, shape, chunk, channels_last, element_bytes, row_multiple)
+        tile = replace(shape, chunk=chunk, load=load)
+        taken = footprint(geometry, tile, channels_last)
+        if taken.shared_bytes > shared_limit:
             if chunk == channels:
                 continue
             tile = replace(tile, resident=False)
+            taken = footprint(geometry, tile, channels_last)
         if (
-            shared_bytes(geometry, tile, channels_last) <= shared_limit
+            taken.shared_bytes <= shared_limit
             and unrolled(geometry, tile, channels_last) <= UNROLLED_MULTIPLY_ADDS
-            and input_loads(geometry, tile, channels_last) <= max_loads
+            and taken.loads <= max_loads
+            and taken.registers <= 255
+            and taken.registers * block <= 65536
         ):
-            needed = registers(geometry, tile, channels_last)
-            if needed <= 255 and needed * block <= 65536:
-                found += 1
-                yield replace(tile, min_blocks=max(1, min(65536 // (needed * block), 2048 // block)))
+            found += 1
+            blocks = min(65536 // (taken.registers * block), 2048 // block)
+            yield replace(tile, min_blocks=max(1, blocks)), taken
         if found == 2:
             return
 
 
-def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int, row_multiple: int) -> int:
-    """Returns the elements of one load: as many as the alignment of the tensor and the tile allow, up to 16 bytes."""
+def _load(
+    geometry: Geometry, tile: Tile, chunk: int, channels_last: bool, element_bytes: int, row_multiple: int
+) -> int:
+    """Returns the elements of one load: as many as the alignment of the tensor and of the tile with this chunk allow,
+    up to 16 bytes."""
     if channels_last:
         sizes = [
             geometry.in_channels,
             geometry.in_channels_per_group * tile.block_groups,
-            tile.block_groups * tile.chunk,
+            tile.block_groups * chunk,
         ]
     else:
         sizes = [row_multiple, tile.lanes_w * tile.thread_columns]

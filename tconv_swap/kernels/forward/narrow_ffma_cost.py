@@ -13,17 +13,13 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     REGISTER_MARGIN,
+    Footprint,
     Tile,
     axes,
     columns_of_tiles,
-    input_loads,
-    input_tile,
+    footprint,
     read_width,
-    registers,
     row_tiles,
-    shared_bytes,
-    shared_layout,
-    threads,
     weight_vector,
     window,
 )
@@ -53,6 +49,7 @@ REPEATS = (1, 2, 4, 8, 16, 32)
 def microseconds(
     geometry: Geometry,
     tile: Tile,
+    taken: Footprint,
     channels_last: bool,
     element_bytes: int,
     multiprocessors: int,
@@ -62,16 +59,21 @@ def microseconds(
 
     Without ``bank_conflicts`` the time is a lower bound, which takes less time to compute.
     """
-    warps = ceil_div(threads(geometry, tile), 32)
-    fit = _blocks_per_multiprocessor(geometry, tile, channels_last, warps)
-    passes = _bank_passes(geometry, tile, channels_last) if bank_conflicts else (1, 1)
-    reads, multiply_adds, once = _computing(geometry, tile, channels_last, element_bytes, warps, passes)
+    warps = ceil_div(taken.threads, 32)
+    fit = _blocks_per_multiprocessor(taken, warps)
+    passes = _bank_passes(of_any_size(geometry), tile, channels_last) if bank_conflicts else (1, 1)
+    reads, multiply_adds, once = _computing(
+        geometry, tile, taken, channels_last, element_bytes, warps, passes
+    )
     sectors, stores = _storing(geometry, tile, channels_last, element_bytes)
     across, down = columns_of_tiles(geometry, tile), row_tiles(geometry, tile)
     chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
     fixed = START_MICROSECONDS + geometry.elements * element_bytes / MEMORY_BYTES_PER_MICROSECOND
     fixed += (
-        across * down * _input_bytes(geometry, tile, channels_last, element_bytes) / L2_BYTES_PER_MICROSECOND
+        across
+        * down
+        * _input_bytes(geometry, tile, taken, channels_last, element_bytes)
+        / L2_BYTES_PER_MICROSECOND
     )
 
     def expected(repeat: int) -> float:
@@ -94,16 +96,17 @@ def microseconds(
     return min((expected(repeat), repeat) for repeat in repeats)
 
 
-def _blocks_per_multiprocessor(geometry: Geometry, tile: Tile, channels_last: bool, warps: int) -> int:
-    needed = max(32, registers(geometry, tile, channels_last) - REGISTER_MARGIN)
+def _blocks_per_multiprocessor(taken: Footprint, warps: int) -> int:
+    needed = max(32, taken.registers - REGISTER_MARGIN)
     by_registers = 65536 // (round_up(needed, 8) * 32 * warps)
-    by_shared_memory = 227 * 1024 // (shared_bytes(geometry, tile, channels_last) + 1024)
+    by_shared_memory = 227 * 1024 // (taken.shared_bytes + 1024)
     return max(1, min(by_registers, by_shared_memory, 64 // warps, 32))
 
 
 def _computing(
     geometry: Geometry,
     tile: Tile,
+    taken: Footprint,
     channels_last: bool,
     element_bytes: int,
     warps: int,
@@ -118,7 +121,7 @@ def _computing(
     taps = taps_h * (horizontal.kernel if whole_w else horizontal.taps)
     rows, columns = window(geometry, tile)
     loaded_taps = (vertical.kernel if whole_h else vertical.taps) * horizontal.kernel
-    weight_loads = channels * tile.block_channels * loaded_taps * used / threads(geometry, tile)
+    weight_loads = channels * tile.block_channels * loaded_taps * used / taken.threads
 
     cycles = channels * rows * columns * used * passes[0] * READ_INPUT
     cycles += channels * taps * ceil_div(tile.thread_channels, weight_vector(tile)) * passes[1] * READ_WEIGHT
@@ -127,7 +130,7 @@ def _computing(
             channels / max(tile.partial, read_width(tile, channels_last)) * tile.sums * used * PARTIAL_SUM
         )
     if element_bytes < 4:
-        elements = input_loads(geometry, tile, channels_last) * tile.load
+        elements = taken.loads * tile.load
         cycles += channels // tile.chunk * elements * used * CONVERT
     multiply_adds = warps * channels * taps * tile.thread_rows * tile.thread_columns * tile.thread_channels
     if tile.resident:
@@ -135,10 +138,12 @@ def _computing(
     return warps * (cycles + weight_loads * LOAD_WEIGHT), multiply_adds, 0.0
 
 
-def _input_bytes(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> float:
+def _input_bytes(
+    geometry: Geometry, tile: Tile, taken: Footprint, channels_last: bool, element_bytes: int
+) -> float:
     """Returns the bytes that a tile's loads read from the L2 cache, in sectors of 32 bytes."""
     vertical, _ = axes(geometry)
-    channels, rows, columns = input_tile(geometry, tile, channels_last)
+    channels, rows, columns = taken.input_tile
     chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
     used = 1.0 if tile.phases_h == vertical.stride else vertical.used
     segments, length = (columns, channels) if channels_last else (channels, columns)
@@ -182,16 +187,12 @@ def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes:
     return sectors, stores
 
 
-def _bank_passes(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
-    """Returns the passes over the banks of shared memory in which a warp reads one input channel, and one vector of
-    weights."""
-    return _bank_passes_of_layer(of_any_size(geometry), tile, channels_last)
-
-
 @lru_cache(maxsize=4096)
-def _bank_passes_of_layer(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
-    layout = shared_layout(geometry, tile, channels_last)
-    stride, padding = geometry.stride[1], geometry.padding[1]
+def _bank_passes(layer: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
+    """Returns the passes over the banks of shared memory in which a warp reads one input channel, and one vector of
+    weights. ``layer``: ``of_any_size``."""
+    layout = footprint(layer, tile, channels_last).layout
+    stride, padding = layer.stride[1], layer.padding[1]
     columns_owned_apart = stride // tile.phases_w
     step = tile.thread_columns if tile.adjacent else 1
     inputs, weights = [], []
@@ -204,11 +205,11 @@ def _bank_passes_of_layer(geometry: Geometry, tile: Tile, channels_last: bool) -
         channel_slice = slice_c * tile.lanes_c + lane_c
         group = 0
         if tile.block_groups > 1:
-            group = channel_slice * tile.thread_channels // geometry.out_channels_per_group
+            group = channel_slice * tile.thread_channels // layer.out_channels_per_group
         shift = (phase + padding) // stride if columns_owned_apart > 1 else 0
         inputs.append(
             image % tile.block_images * layout.image
-            + group * geometry.in_channels_per_group * layout.channel
+            + group * layer.in_channels_per_group * layout.channel
             + lane_h * tile.thread_rows * layout.row
             + (lane_w * step + shift) * layout.pixel
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -16,7 +17,7 @@ UNROLLED_MULTIPLY_ADDS = 3000
 MAX_THREADS = 384
 MIN_SUMS = 8
 MAX_SUMS = 96
-#: Registers that ``registers`` adds to the compiler's average, so that no tile spills.
+#: Registers that ``_registers`` adds to the compiler's average, so that no tile spills.
 REGISTER_MARGIN = 34
 
 
@@ -49,8 +50,8 @@ class Tile:
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
         """The fields as constants of the kernel, under their names in capitals."""
-        names = (field.name.rstrip("_").upper() for field in fields(self))
-        return tuple(zip(names, astuple(self), strict=True))
+        names = (field.name for field in fields(self))
+        return tuple((name.rstrip("_").upper(), getattr(self, name)) for name in names)
 
     @property
     def block_channels(self) -> int:
@@ -138,14 +139,7 @@ def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int
     return tile.block_groups * tile.chunk, rows, columns
 
 
-def input_loads(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """Returns the loads with which a thread loads its share of one chunk."""
-    channels, rows, columns = input_tile(geometry, tile, channels_last)
-    return ceil_div(tile.block_images * channels * rows * columns // tile.load, threads(geometry, tile))
-
-
-@dataclass(frozen=True, slots=True)
-class SharedLayout:
+class SharedLayout(NamedTuple):
     """The layout of a block's shared memory, in 32-bit words."""
 
     #: The distance from a pixel, row, channel and image of the input tile to the next one, and the size of the tile.
@@ -160,10 +154,37 @@ class SharedLayout:
     weights: int
 
 
-def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> SharedLayout:
+class Footprint(NamedTuple):
+    """What a block of a tile takes, whatever the size of the images."""
+
+    threads: int
+    #: Channels, rows and columns of one image's input that it keeps in shared memory.
+    input_tile: tuple[int, int, int]
+    #: With how many loads a thread loads its share of one chunk.
+    loads: int
+    layout: SharedLayout
+    shared_bytes: int
+    #: Of a thread (an estimate).
+    registers: int
+
+
+def footprint(geometry: Geometry, tile: Tile, channels_last: bool) -> Footprint:
+    """Returns what a block takes."""
+    count, held = threads(geometry, tile), input_tile(geometry, tile, channels_last)
+    channels, rows, columns = held
+    loads = ceil_div(tile.block_images * channels * rows * columns // tile.load, count)
+    layout = _shared_layout(geometry, tile, channels_last, held)
+    buffers = 2 if tile.async_ else 1
+    shared = 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
+    return Footprint(count, held, loads, layout, shared, _registers(geometry, tile, channels_last, loads))
+
+
+def _shared_layout(
+    geometry: Geometry, tile: Tile, channels_last: bool, held: tuple[int, int, int]
+) -> SharedLayout:
     """Returns the layout of shared memory that csrc/kernels/forward/narrow_ffma.cu uses."""
     vertical, horizontal = axes(geometry)
-    channels, rows, columns = input_tile(geometry, tile, channels_last)
+    channels, rows, columns = held
     pixel = 1
     if channels_last:
         read = read_width(tile, channels_last)
@@ -183,13 +204,6 @@ def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> Shared
     return SharedLayout(
         pixel, row, channel, image, round_up(tile.block_images * image, 4), tap, slice_, weights
     )
-
-
-def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """Returns the bytes of shared memory of a block."""
-    layout = shared_layout(geometry, tile, channels_last)
-    buffers = 2 if tile.async_ else 1
-    return 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
 
 
 def read_width(tile: Tile, channels_last: bool) -> int:
@@ -233,14 +247,14 @@ def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
     return tile.thread_rows + down, min(once, columns * horizontal.kernel)
 
 
-def registers(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+def _registers(geometry: Geometry, tile: Tile, channels_last: bool, loads: int) -> int:
     """Estimates the registers that a thread needs so that nothing spills: fitted to the compiler's reports, and
     never too few for any of them."""
     return int(
         39
         + REGISTER_MARGIN
         + 0.92 * tile.sums * (2 if tile.partial else 1)
-        + 5.9 * input_loads(geometry, tile, channels_last)
+        + 5.9 * loads
         + 1.4 * read_width(tile, channels_last) * window(geometry, tile)[0]
         + 2.2 * tile.thread_channels
     )

@@ -3,7 +3,7 @@ takes."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, phase_taps
@@ -44,8 +44,7 @@ class Tile:
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
         """The fields as constants of the kernel, under their names in capitals."""
-        names = (field.name.upper() for field in fields(self))
-        return tuple(zip(names, astuple(self), strict=True))
+        return tuple((field.name.upper(), getattr(self, field.name)) for field in fields(self))
 
     def __str__(self) -> str:
         return f"{self.tile_h}x{self.tile_w} positions, {self.warps} warps"

@@ -102,7 +102,8 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
     legal.sort(key=lambda one: not one.problem.aligned)
 
     def idle(one: Schedule) -> bool:
-        return 4 * block_count(problem, replace(one.tile, splits=1)) < 3 * device.multiprocessors
+        blocks = block_count(problem, one.tile) // one.tile.splits
+        return 4 * blocks < 3 * device.multiprocessors
 
     best = min([one for one in legal if not one.few] or legal, key=lambda one: one.multiplied(problem))
     few = [one for one in legal if one.few]
@@ -120,9 +121,8 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
 def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:
     if tile.splits == 1:
         return tile
-    return replace(
-        tile, splits=max(2, _split(problem, replace(tile, splits=1), device.multiprocessors).splits)
-    )
+    splits = max(2, _splits(problem, replace(tile, splits=1), device.multiprocessors))
+    return tile if splits == tile.splits else replace(tile, splits=splits)
 
 
 @lru_cache(maxsize=1024)
@@ -187,7 +187,8 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     if device.architecture == "sm_90a":
         tiles += _wgmma_tiles(problem)
     tiles += _mma_tiles(problem)
-    tiles = [_split(problem, tile, device.multiprocessors) for tile in tiles]
+    splits = (_splits(problem, tile, device.multiprocessors) for tile in tiles)
+    tiles = [tile if n == 1 else replace(tile, splits=n) for tile, n in zip(tiles, splits, strict=True)]
     tiles = [tile for tile in tiles if fits(tile)]
     # Three products of mma.sync in NCHW spill many registers (measured on Hopper only).
     narrow = not any(tile.wgmma for tile in tiles) and not problem.input_channels_last
@@ -235,8 +236,9 @@ def phases_ahead(problem: StridedProblem, tile: Tile) -> int:
     )
 
 
-def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
-    """Returns the tile with the sum over channels split over several blocks if there are few tiles (split_k)."""
+def _splits(problem: StridedProblem, tile: Tile, multiprocessors: int) -> int:
+    """Returns over how many blocks the sum over channels of a tile is split: several if there are few tiles
+    (split_k)."""
     geometry = problem.geometry
     chunks, blocks = ceil_div(problem.words, tile.chunk_words), block_count(problem, tile)
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -245,7 +247,7 @@ def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
         room = multiprocessors * tile.blocks_per_multiprocessor
         while 2 * splits * blocks <= room and 2 * splits <= most:
             splits *= 2
-    return replace(tile, splits=splits)
+    return splits
 
 
 def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:

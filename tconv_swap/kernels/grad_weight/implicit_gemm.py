@@ -29,7 +29,6 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     step_pixels,
     tap_blocks,
     tile_constants,
-    windows,
 )
 from tconv_swap.kernels.grad_weight.split_k import Sums, flush_of, reduction, reduction_kernel
 from tconv_swap.kernels.gradients import nchw_to_nhwc_pays as gradients_nchw_to_nhwc_pays
@@ -243,9 +242,9 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
     split writes."""
     problem, tile = schedule.problem, schedule.tile
     g = problem.geometry
-    into, out = windows(problem, tile)
+    into, out = schedule.operands
     precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if problem.is_ieee else 0)
-    taken, available = registers(problem, tile)
+    taken, available = registers(problem, tile, schedule.operands)
     bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
     if not tile.wgmma:  # all warps that read the same pixels of grad_output take turns
         bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
@@ -268,7 +267,7 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
         ("INPUT_COPY", into.copy),
         ("OUTPUT_COPY", out.copy),
         ("STAGES", tile.stages),
-        ("SHARED_BYTES", shared_bytes(problem, tile)),
+        ("SHARED_BYTES", shared_bytes(tile.stages, schedule.operands)),
         ("BIAS_WRITERS", bias_writers),
         ("SWAPPED", swapped),
     )
@@ -307,7 +306,7 @@ def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, wit
             sums.bias,
             struct(0),
         ),
-        shared_bytes=shared_bytes(schedule.problem, tile),
+        shared_bytes=shared_bytes(tile.stages, schedule.operands),
         structs=(grad_weight_tile_sizes(g, tile.shape, splits, flush, through_workspace),),
     )
     return Part(

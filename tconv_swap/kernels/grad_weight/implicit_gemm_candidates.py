@@ -24,6 +24,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
 from tconv_swap.kernels.grad_weight.implicit_gemm_cost import Work, expected_clocks, work_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     COPY_BYTES,
+    Operands,
     Tile,
     item_bytes,
     shared_bytes,
@@ -59,21 +60,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """What one kernel of a layer computes.
-    Attributes:
-        copies: elements of one copy of the input and of grad_output.
-    """
+    """What one kernel of a layer computes: ``operands`` are the tile's windows."""
 
     problem: Problem
     tile: Tile
+    operands: Operands
     work: Work
-    copies: Pair
 
     def legal(self, geometry: Geometry) -> bool:
         """Returns whether the kernel computes this size correctly."""
-        if not self.problem.channels_last and (
-            geometry.width % self.copies[0] or geometry.out_width % self.copies[1]
-        ):
+        into, out = self.operands
+        if not self.problem.channels_last and (geometry.width % into.copy or geometry.out_width % out.copy):
             return False
         return counts_in_32_bits(geometry, self.tile.shape)
 
@@ -92,8 +89,8 @@ class Schedule:
 
 def schedule_of(problem: Problem, tile: Tile) -> Schedule:
     """Returns the schedule of a layer's kernel with this tile."""
-    into, out = windows(problem, tile)
-    return Schedule(problem, tile, work_of(problem, tile), (into.copy, out.copy))
+    operands = windows(problem, tile)
+    return Schedule(problem, tile, operands, work_of(problem, tile, operands))
 
 
 def choose(problem: Problem, device: Device, count: int, limit: int) -> list[Schedule]:
@@ -210,23 +207,22 @@ def _tiles(
             continue
         if math.prod(pixels) % (step_pixels(problem) * shape.warps[3]):
             continue
-        for stages in (4, 3) if shape.wgmma else (3, 2):
-            tile = Tile(
-                shape.warps,
-                shape.warp_m,
-                shape.warp_n,
-                shape.warp_taps,
-                shape.taps,
-                shape.tap_step,
-                *pixels,
-                stages,
-                blocks,
-                shape.wgmma,
-                multiples,
-            )
-            if _fits(problem, tile, device):
-                yield tile
-                break
+        tile = Tile(
+            shape.warps,
+            shape.warp_m,
+            shape.warp_n,
+            shape.warp_taps,
+            shape.taps,
+            shape.tap_step,
+            *pixels,
+            4 if shape.wgmma else 3,
+            blocks,
+            shape.wgmma,
+            multiples,
+        )
+        stages = _fitting_stages(problem, tile, device)
+        if stages:
+            yield tile if stages == tile.stages else replace(tile, stages=stages)
 
 
 _Warps = tuple[tuple[int, int, int, int], int, int, int]
@@ -352,9 +348,10 @@ def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
     )
 
 
-def registers(problem: Problem, tile: Tile) -> tuple[int, int]:
+def registers(problem: Problem, tile: Tile, operands: Operands) -> tuple[int, int]:
     """Returns the registers that a thread is estimated to need, and those that it can have."""
-    staged = sum(window.staged_registers(tile.threads) for window in windows(problem, tile))
+    into, out = operands
+    staged = into.staged_registers(tile.threads) + out.staged_registers(tile.threads)
     if not tile.wgmma:
         fragments = tile.warp_m // 16 * (8 if problem.is_ieee else 4) + (16 if problem.is_ieee else 8)
     else:
@@ -365,17 +362,19 @@ def registers(problem: Problem, tile: Tile) -> tuple[int, int]:
     return taken, min(255, REGISTERS // threads // 8 * 8)
 
 
-def _fits(problem: Problem, tile: Tile, device: Device) -> bool:
-    """Returns whether registers and shared memory suffice for a tile."""
-    into, out = windows(problem, tile)
+def _fitting_stages(problem: Problem, tile: Tile, device: Device) -> int:
+    """Returns with how many stages the tile fits registers and shared memory: its own or one less; 0 if with
+    neither."""
+    operands = into, out = windows(problem, tile)
     if out.span[0] > MAX_ROWS or out.span[1] > MAX_COLS:
-        return False
-    # What goes through registers is loaded one tile ahead, so more stages would stay empty.
-    if (into.through_registers or out.through_registers) and tile.stages > (3 if tile.wgmma else 2):
-        return False
-    taken, available = registers(problem, tile)
-    shared = shared_bytes(problem, tile)
-    return (
-        taken <= available
-        and tile.blocks_per_multiprocessor * (shared + 1024) <= device.shared_memory_per_block + 1024
-    )
+        return 0
+    taken, available = registers(problem, tile, operands)
+    if taken > available:
+        return 0
+    # What goes through registers is loaded one tile ahead, so another stage would stay empty.
+    most = tile.stages - (into.through_registers or out.through_registers)
+    for stages in range(most, tile.stages - 2, -1):
+        shared = shared_bytes(stages, operands)
+        if tile.blocks_per_multiprocessor * (shared + 1024) <= device.shared_memory_per_block + 1024:
+            return stages
+    return 0

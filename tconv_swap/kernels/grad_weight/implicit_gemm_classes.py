@@ -113,13 +113,10 @@ def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     g = problem.geometry
     if pixels_apart and g.height == g.width == 1 and has_pixels(g):
         return replace(problem, geometry=replace(g, batch=1, output_padding=(0, 0)))
-    at = replace(g, batch=1, height=64, width=64, output_padding=(0, 0))
+    width = g.out_width - g.output_padding[1] + (64 - g.width) * g.stride[1]
     paddings = max(g.stride[1], g.dilation[1])
-    if paddings > 1:
-        width = at.out_width
-        padding = max(range(paddings), key=lambda extra: (width + extra) & -(width + extra))
-        at = replace(at, output_padding=(0, padding))
-    return replace(problem, geometry=at)
+    padding = max(range(paddings), key=lambda extra: (width + extra) & -(width + extra))
+    return replace(problem, geometry=replace(g, batch=1, height=64, width=64, output_padding=(0, padding)))
 
 
 def taps_cover_stride(geometry: Geometry, axis: int) -> bool:

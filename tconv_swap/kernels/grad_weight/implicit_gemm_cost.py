@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
+    Operands,
     Tile,
     Window,
     item_bytes,
     step_pixels,
     weight_tiles,
-    windows,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -55,14 +55,11 @@ def splits_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
     return min(splits, max_splits, tiles)
 
 
-def work_of(problem: Problem, tile: Tile) -> Work:
-    """Returns the work of a tile; of the sizes only the elements of one copy count
+def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
+    """Returns the work of a tile with these ``windows``; of the sizes only the elements of one copy count
     (docs/kernels/grad_weight/sizes.md)."""
-    into_and_out = windows(problem, tile)
-    multiplies = (
-        _wgmma_clocks(problem, tile, into_and_out) if tile.wgmma else _mma_clocks(problem, tile, into_and_out)
-    )
-    parts = (*multiplies, _copy_clocks(problem, into_and_out))
+    multiplies = (_wgmma_clocks if tile.wgmma else _mma_clocks)(problem, tile, operands)
+    parts = (*multiplies, _copy_clocks(problem, operands))
     clocks = 0.7 * max(parts) + 0.3 * sum(parts)
     # The warps are spread over four tensor cores; a barrier and the latency of memory cost every tile, less where
     # another block runs meanwhile.
@@ -87,7 +84,7 @@ def expected_clocks(work: Work, tile: Tile, tiles: int, device: Device) -> float
     return waves * shared_by * (tiles_per_split * work.clocks + 1500) + partial
 
 
-def _mma_clocks(problem: Problem, tile: Tile, operands: tuple[Window, Window]) -> tuple[float, ...]:
+def _mma_clocks(problem: Problem, tile: Tile, operands: Operands) -> tuple[float, ...]:
     """Returns the clocks of one tile of pixels with mma.sync: of the tensor cores, of shared memory, of issuing
     instructions."""
     rounds = 3 if problem.is_ieee else 1
@@ -102,7 +99,7 @@ def _mma_clocks(problem: Problem, tile: Tile, operands: tuple[Window, Window]) -
     return multiplies * 1.5, reads, instructions / 4
 
 
-def _wgmma_clocks(problem: Problem, tile: Tile, brought: tuple[Window, Window]) -> tuple[float, ...]:
+def _wgmma_clocks(problem: Problem, tile: Tile, brought: Operands) -> tuple[float, ...]:
     """Returns the clocks of one tile of pixels with wgmma: of the tensor cores or of shared memory, whichever
     is slower, and of issuing instructions.
     In TF32 the rows come from registers, which costs both.
@@ -115,13 +112,13 @@ def _wgmma_clocks(problem: Problem, tile: Tile, brought: tuple[Window, Window]) 
     return warp_steps / 4 * max(columns / 2, operands) * 1.1, instructions / 4
 
 
-def _copies(problem: Problem, operands: tuple[Window, Window]) -> float:
+def _copies(problem: Problem, operands: Operands) -> float:
     """Returns how many instructions load one tile of pixels."""
     each = 10 if problem.channels_last else 4
     return sum(window.channels * window.positions / (window.copy * 32) * each for window in operands)
 
 
-def _copy_clocks(problem: Problem, operands: tuple[Window, Window]) -> float:
+def _copy_clocks(problem: Problem, operands: Operands) -> float:
     """Returns the clocks in which the L2 delivers one tile of pixels: short copies in NCHW and those joined in
     registers are slower."""
     item = item_bytes(problem)

@@ -140,6 +140,10 @@ class Window:
         return ceil_div(self.pieces * self.channels // 8, threads) * 8 * ceil_div(self.copy, 2)
 
 
+#: The windows of the input and of grad_output.
+Operands = tuple[Window, Window]
+
+
 def _window(
     problem: Problem,
     pixels: tuple[int, int, int],
@@ -186,39 +190,56 @@ def _window(
     )
 
 
+def windows(problem: Problem, tile: Tile) -> Operands:
+    """Returns the windows of the input and of grad_output; the number of stages does not change them."""
+    threads, pixels = tile.threads, tile.shape
+    swapped = tile.wgmma and item_bytes(problem) == 4
+    return (
+        _input_window(problem, threads, tile.block_m, pixels, swapped, tile.multiples[0]),
+        _grad_output_window(
+            problem, threads, tile.block_n, tile.taps, tile.tap_step, pixels, tile.multiples[1]
+        ),
+    )
+
+
+def shared_bytes(stages: int, operands: Operands) -> int:
+    """Returns the dynamic shared memory of a block, from its ``windows``."""
+    into, out = operands
+    return stages * (into.bytes + out.bytes) + into.table_bytes + out.table_bytes
+
+
 @lru_cache(maxsize=4096)
-def _windows(
+def _input_window(
+    problem: Problem, threads: int, channels: int, pixels: tuple[int, int, int], swapped: bool, multiple: int
+) -> Window:
+    """Returns the window of the input. Through registers, short copies were measured to be faster."""
+    g = problem.geometry
+    found = [
+        _window(problem, pixels, channels, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
+        for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiple, pixels[2])
+        # In quads, neighbouring channels are not neighbours in shared memory.
+        if copy == 1 or not (swapped and problem.channels_last)
+    ]
+    short_copies = item_bytes(problem) == 2 and not problem.channels_last
+    return _of_fewest_registers(found, threads, 1 if short_copies else -1)
+
+
+@lru_cache(maxsize=4096)
+def _grad_output_window(
     problem: Problem,
     threads: int,
-    block_m: int,
-    block_n: int,
+    channels: int,
     taps: Pair,
     tap_step: Pair,
     pixels: tuple[int, int, int],
-    swapped: bool,
-    multiples: Pair,
-) -> tuple[Window, Window]:
-    """Returns the windows of the input and of grad_output, with the copies that need the fewest registers."""
+    multiple: int,
+) -> Window:
+    """Returns the window of grad_output."""
     g = problem.geometry
-    split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
-
-    def best(windows: list[Window], sign: int = -1) -> Window:
-        return min(windows, key=lambda window: (window.staged_registers(threads), sign * window.copy))
-
-    # Through registers, short copies of the input were measured to be faster.
-    into = best(
-        [
-            _window(problem, pixels, block_m, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
-            for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiples[0], pixels[2])
-            # In quads, neighbouring channels are not neighbours in shared memory.
-            if copy == 1 or not (swapped and problem.channels_last)
-        ],
-        1 if item_bytes(problem) == 2 and not problem.channels_last else -1,
-    )
     pitch = [tap_step[axis] * g.dilation[axis] for axis in (0, 1)]
     period = [g.stride[axis] // math.gcd(g.stride[axis], pitch[axis]) for axis in (0, 1)]
     phases = min(taps[0], period[0]), min(taps[1], period[1])
-    shifts = [(taps[axis] - 1) * pitch[axis] // g.stride[axis] for axis in (0, 1)]
+    shifts = (taps[0] - 1) * pitch[0] // g.stride[0], (taps[1] - 1) * pitch[1] // g.stride[1]
     classes = min(tap_step[1], g.kernel[1])
     blocks = classes * ceil_div(ceil_div(g.kernel[1], tap_step[1]), taps[1])
     bases = [
@@ -227,43 +248,19 @@ def _windows(
     ]
     span = pixels[2] * g.stride[1]
     # Columns of different phases go to different places, so they are copied one by one.
-    copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiples[1], span)
-    out = best(
-        [
-            _window(
-                problem,
-                pixels,
-                block_n,
-                phases,
-                (shifts[0], shifts[1]),
-                g.stride,
-                max(b % copy for b in bases),
-                copy,
-            )
-            for copy in copies
-        ]
-    )
-    return into, out
+    split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
+    copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiple, span)
+    found = [
+        _window(problem, pixels, channels, phases, shifts, g.stride, max(b % copy for b in bases), copy)
+        for copy in copies
+    ]
+    return _of_fewest_registers(found, threads, -1)
 
 
-def shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Returns the dynamic shared memory of a block."""
-    return sum(tile.stages * window.bytes + window.table_bytes for window in windows(problem, tile))
-
-
-def windows(problem: Problem, tile: Tile) -> tuple[Window, Window]:
-    """Returns the windows of the input and of grad_output."""
-    return _windows(
-        problem,
-        tile.threads,
-        tile.block_m,
-        tile.block_n,
-        tile.taps,
-        tile.tap_step,
-        (tile.images, tile.rows, tile.cols),
-        tile.wgmma and item_bytes(problem) == 4,
-        tile.multiples,
-    )
+def _of_fewest_registers(found: list[Window], threads: int, sign: int) -> Window:
+    """Returns the window whose copies need the fewest registers; of equals the one with the shortest copies if
+    ``sign`` is 1, with the longest if it is -1."""
+    return min(found, key=lambda window: (window.staged_registers(threads), sign * window.copy))
 
 
 def _copies(problem: Problem, channels: int, group: int, multiple: int, span: int) -> list[int]:

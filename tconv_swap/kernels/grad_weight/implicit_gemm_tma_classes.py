@@ -86,27 +86,45 @@ def work_of(problem: Problem, tma_tile: TmaTile) -> Work:
     )
 
 
-def split_choices(work: Work, tiles: int, device: Device) -> set[int]:
-    """Returns into how many splits the tiles of pixels may be cut within the workspace's limit."""
-    blocks, multiprocessors = work.blocks, device.multiprocessors
+def split_choices(work: Work, tiles: int, device: Device) -> list[int]:
+    """Returns into how many splits the tiles of pixels may be cut within the workspace's limit, the fewest first."""
     max_splits = min(max(1, WORKSPACE_LIMIT_BYTES // work.split_bytes), tiles)
-    return {min(max_splits, max(1, waves * multiprocessors // blocks)) for waves in (1, 2, 3)} | {1}
+    found = [1]
+    for waves in (1, 2, 3):
+        splits = min(max_splits, waves * device.multiprocessors // work.blocks)
+        if splits > found[-1]:
+            found.append(splits)
+    return found
 
 
-def expected_clocks(work: Work, tiles: int, geometry: Geometry, device: Device) -> tuple[float, int]:
-    """Returns the expected clocks of the whole part and the number of splits with which it takes them."""
-    g, multiprocessors = geometry, device.multiprocessors
-    moved = g.in_channels + work.channels_read
+def tiles_of(geometry: Geometry, shape: tuple[int, int, int]) -> int:
+    """Returns how many tiles of ``shape`` cover the pixels of a size; 0 if they do not compute it correctly."""
+    fits = fits_map(shape, geometry) and counts_in_32_bits(geometry, shape)
+    return pixel_tiles(geometry, shape) if fits else 0
+
+
+def loaded_elements(geometry: Geometry, channels_read: int) -> int:
+    """Returns how many elements of the input and of grad_output are loaded (``Work.channels_read``)."""
+    g = geometry
     pixels = g.height * g.width
-    moved *= pixels
-    if not work.channels_read:
-        moved += g.out_channels * g.out_height * g.out_width
-    memory = 2 * g.batch * moved / (multiprocessors * MEMORY_RATE)
+    if channels_read:
+        return g.batch * pixels * (g.in_channels + channels_read)
+    return g.batch * (g.in_channels * pixels + g.out_channels * g.out_height * g.out_width)
+
+
+def expected_clocks(work: Work, tiles: int, elements: int, device: Device) -> tuple[float, int]:
+    """Returns the expected clocks of the whole part and the number of splits with which it takes them.
+    Args:
+        tiles: of pixels.
+        elements: that are loaded (``loaded_elements``).
+    """
+    multiprocessors = device.multiprocessors
+    memory = 2 * elements / (multiprocessors * MEMORY_RATE)
     gradient = work.split_bytes / (multiprocessors * PARTIAL_RATE)
     # Nothing is multiplied until the first stage has arrived, and all blocks start at once.
     start = work.copied / MEMORY_RATE + BLOCK_CLOCKS
     best = math.inf, 1
-    for splits in sorted(split_choices(work, tiles, device)):
+    for splits in split_choices(work, tiles, device):
         waves = ceil_div(work.blocks * splits, multiprocessors)
         block = ceil_div(tiles, splits) * work.clocks + start
         partial = gradient if splits == 1 else (2 * splits + 2) * gradient + REDUCTION_CLOCKS
@@ -121,15 +139,6 @@ class Schedule:
     problem: Problem
     tma_tile: TmaTile
     work: Work
-
-    def legal(self, geometry: Geometry) -> bool:
-        """Returns whether the kernel computes this size correctly."""
-        shape = self.tma_tile.tile.shape
-        return fits_map(self.tma_tile, geometry) and counts_in_32_bits(geometry, shape)
-
-    def clocks(self, geometry: Geometry, device: Device) -> tuple[float, int]:
-        """Returns the expected clocks at this size and the splits with which it takes them."""
-        return expected_clocks(self.work, pixel_tiles(geometry, self.tma_tile.tile.shape), geometry, device)
 
 
 def schedule_of(problem: Problem, tma_tile: TmaTile) -> Schedule:
@@ -146,7 +155,11 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tup
     geometry, layer = problem.geometry, of_any_size(problem)
 
     def ranked(found: Iterable[Schedule]) -> list[tuple[tuple[float, int], Schedule]]:
-        timed = [(one.clocks(geometry, device), one) for one in found if one.legal(geometry)]
+        timed = []
+        for one in found:
+            if tiles := tiles_of(geometry, one.tma_tile.tile.shape):
+                elements = loaded_elements(geometry, one.work.channels_read)
+                timed.append((expected_clocks(one.work, tiles, elements, device), one))
         return sorted(timed, key=itemgetter(0))
 
     best = ranked(schedules(layer, device, limit))[:1]
@@ -158,13 +171,25 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tup
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``)."""
-    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
-    found = pool(layer, device)
-    clocks = [
-        [one.clocks(geometry, device)[0] if one.legal(geometry) else math.inf for geometry in maps]
-        for one in found
-    ]
-    weights = [weight_of(layer, geometry) for geometry in maps]
+    distinct: dict[tuple[tuple[int, int, int], Work], Schedule] = {}
+    for one in pool(layer, device):  # tiles of the same pixels and work are equally fast: the first is taken
+        distinct.setdefault((one.tma_tile.tile.shape, one.work), one)
+    clocks: list[list[float]] = [[] for _ in distinct]
+    weights = []
+    for size in sizes_of(layer):
+        geometry = size.of(layer.geometry)
+        tiles = {shape: tiles_of(geometry, shape) for shape in {shape for shape, _ in distinct}}
+        elements = {
+            read: loaded_elements(geometry, read) for read in {work.channels_read for _, work in distinct}
+        }
+        for row, (shape, work) in zip(clocks, distinct, strict=True):
+            row.append(
+                expected_clocks(work, tiles[shape], elements[work.channels_read], device)[0]
+                if tiles[shape]
+                else math.inf
+            )
+        weights.append(weight_of(layer, geometry))
+    found = list(distinct.values())
     return tuple(found[index] for index in select(clocks, weights, share_of(layer, limit)))
 
 

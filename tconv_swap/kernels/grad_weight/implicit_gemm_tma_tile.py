@@ -293,10 +293,10 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int,
             yield (4 * groups_m, groups_n, groups_t, 1), warp_n, warp_taps
 
 
-def fits_map(tma_tile: TmaTile, geometry: Geometry) -> bool:
-    """Returns whether these tiles may cover a map: what lies beyond it meets no pixel that it should not."""
-    tile = tma_tile.tile
-    return _fits_axis(geometry, 0, tile.rows) and _fits_axis(geometry, 1, tile.cols)
+def fits_map(shape: tuple[int, int, int], geometry: Geometry) -> bool:
+    """Returns whether tiles of so many images, rows and columns may cover a map: what lies beyond it meets no pixel
+    that it should not."""
+    return _fits_axis(geometry, 0, shape[1]) and _fits_axis(geometry, 1, shape[2])
 
 
 def _fits_axis(geometry: Geometry, axis: int, side: int) -> bool:
