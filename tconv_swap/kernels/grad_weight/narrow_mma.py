@@ -274,12 +274,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     aligned = channels_last or geometry.width % vector == 0
                     if not aligned or not loadable(problem, grad_output):
                         continue
-                    grad_output, passes = with_pitches(
-                        layer, grad_output, channels_last, tuple(vector * t for t in range(4)), True
-                    )
                     sums = m_tiles * n_tiles * 4
-                    exchange = warps // warps_k * (warps_k // 2) * sums * 32
-                    shared = 4 * max(grad_output.shared_words, exchange)
                     words = _input_words(problem, groups, m_tiles, vector)
                     units = tile_h * tile_w // 16 // warps_k
                     depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
@@ -291,9 +286,14 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         + n_tiles * (7 if rounds_nothing(problem) else 3)
                         + loader_registers(problem, grad_output)
                     )
-                    if shared > min(SHARED_BYTES, device.shared_memory_per_block) or needed > 250:
+                    if needed > 250 or needed * grad_output.threads > REGISTERS:
                         continue
-                    if needed * grad_output.threads > REGISTERS:
+                    grad_output, passes = with_pitches(
+                        layer, grad_output, channels_last, tuple(vector * t for t in range(4)), True
+                    )
+                    exchange = warps // warps_k * (warps_k // 2) * sums * 32
+                    shared = 4 * max(grad_output.shared_words, exchange)
+                    if shared > min(SHARED_BYTES, device.shared_memory_per_block):
                         continue
                     yield GradWeightTile(
                         grad_output,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
@@ -13,8 +13,6 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
 
 BANKS = 32
-#: The indices of each lane in the fragments of a multiply: (row or column of 8, k of 4).
-LANES = tuple((lane // 4, lane % 4) for lane in range(32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +170,19 @@ def _passes(
         offsets.append(co * plane + kh * dilation[0] // step * row_pitch + across * pixel_pitch + column)
     width = 8 if taps_on_rows else 4
     groups = [offsets[i : i + width] for i in range(0, len(offsets), width)][:16]
+    bases = [pixel * pixel_pitch for pixel in pixels]
     total = 0
     for taps in groups:
-        words = {
-            pixels[t if taps_on_rows else g] * pixel_pitch + taps[(g if taps_on_rows else t) % len(taps)]
-            for g, t in LANES
-        }
-        total += _max_of_a_bank(words)
+        # All pixels are read at each tap of the group, by one lane or, where taps are fewer than lanes, by several.
+        total += _max_of_a_bank({base + tap for base in bases for tap in taps})
     return total / len(groups)
 
 
-def _max_of_a_bank(words: Iterable[int]) -> int:
-    banks = [0] * BANKS
-    for word in words:
-        banks[word % BANKS] += 1
-    return max(banks)
+def _max_of_a_bank(words: set[int]) -> int:
+    """Returns how many of the words lie in the bank that has most of them."""
+    banks = [word % BANKS for word in words]
+    used = set(banks)
+    return 1 if len(used) == len(banks) else max(map(banks.count, used))
 
 
 def divisors(number: int, limit: int) -> list[int]:
