@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from heapq import nsmallest
+from itertools import islice
+from operator import itemgetter
 from typing import TypeVar
 
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import select, sizes_of, weight_of
@@ -61,10 +62,10 @@ def select_schedules(
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
     found: dict[_Schedule, None] = {}
     for problem in problems[::every]:
-        own = [one for one in candidates(problem) if computes(problem, one)]
-        for some in (own, [one for one in own if any_size(one)]):
-            best = nsmallest(BEST, some, key=lambda one, problem=problem: expected(problem, one))  # type: ignore[misc]
-            found.update(dict.fromkeys(best))
+        timed = [(expected(problem, one), one) for one in candidates(problem) if computes(problem, one)]
+        ranked = [one for _, one in sorted(timed, key=itemgetter(0))]
+        found.update(dict.fromkeys(ranked[:BEST]))
+        found.update(dict.fromkeys(islice(filter(any_size, ranked), BEST)))
     times = {
         one: [expected(problem, one) if computes(problem, one) else math.inf for problem in problems]
         for one in found

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import nsmallest
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
@@ -155,7 +154,7 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
                 tile = one[1].tile
                 return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
 
-            shapes.update((shape, None) for shape, _ in nsmallest(SHAPES_TRIED, kind, key=clocks))
+            shapes.update((shape, None) for shape, _ in sorted(kind, key=clocks)[:SHAPES_TRIED])
     found = []
     for shape in shapes:
         choices = dict.fromkeys(
