@@ -35,11 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `pytest -n`, processes share the cores: torch gets a share of them in each, at least two threads, which
-    sleep while they wait."""
+    """With `pytest -n`, processes share the cores: torch gets a share of them in each. Threads sleep while they wait."""
     processes = config.getoption("numprocesses", None)
     if processes:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 1) // processes)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -86,6 +85,15 @@ def plans_anew() -> Iterator[None]:
     yield
     for planner in remembered:
         planner.cache_clear()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch computes with two threads, for tests of what several of them compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -286,6 +286,7 @@ class Upsampled(Dataset[Tensor]):
 
 @pytest.mark.filterwarnings("ignore:.*fork", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.usefixtures("two_threads")
 def test_data_loader_workers(start: str) -> None:
     theirs, ours = pair()
     ours.eval()(images())  # the parent has used its threads already
