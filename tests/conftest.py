@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `pytest -n`, processes share the cores: torch gets a share of them in each. Threads sleep while they wait."""
+    """With `pytest -n`, processes share the cores: torch gets a share in each, and its threads sleep while they wait."""
     processes = config.getoption("numprocesses", None)
     if processes:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
