@@ -35,7 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `pytest -n`, processes share the cores: torch gets a share in each, and its threads sleep while they wait."""
+    """With `pytest -n`, processes share the cores: torch gets a share in each, and its threads sleep while they wait.
+
+    Inductor does not ask by compiling, which takes 8 s, what vectors this CPU has: its loops are not what is tested."""
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     processes = config.getoption("numprocesses", None)
     if processes:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
