@@ -16,8 +16,8 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 
-#: Files whose last tests read what the first ones have saved.
-TOGETHER = ("test_foreign.py",)
+#: Files whose last tests read what the first ones have saved, or have planned.
+TOGETHER = ("test_foreign.py", "test_epilogue.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
