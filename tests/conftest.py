@@ -16,8 +16,8 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 
-#: Files whose last tests read what the first ones have saved.
-TOGETHER = ("test_foreign.py",)
+#: Files whose last tests read what the first ones have saved, or have planned.
+TOGETHER = ("test_foreign.py", "test_epilogue.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,11 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `pytest -n`, processes share the cores: torch gets a share of them in each, at least two threads, which
-    sleep while they wait."""
+    """With `pytest -n`, processes share the cores: torch gets a share in each, and its threads sleep while they wait.
+
+    Inductor does not ask by compiling, which takes 8 s, what vectors this CPU has: its loops are not what is tested."""
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     processes = config.getoption("numprocesses", None)
     if processes:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 1) // processes)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
@@ -86,6 +88,15 @@ def plans_anew() -> Iterator[None]:
     yield
     for planner in remembered:
         planner.cache_clear()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch computes with two threads, for tests of what several of them compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

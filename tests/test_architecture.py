@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import tconv_swap
@@ -90,7 +91,9 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-MODULES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -109,26 +112,30 @@ def imported(tree: ast.Module) -> Iterator[str]:
             # `rest` may be a module, a folder, or a name in either.
             places = [rest, f"{rest}.__init__", rest.rpartition(".")[0] or "__init__"]
             places.append(f"{rest.rpartition('.')[0]}.__init__")
-            yield next(place for place in places if place in MODULES)
+            yield next(place for place in places if place in modules())
 
 
-IMPORTS = {name: sorted(set(imported(tree))) for name, tree in MODULES.items()}
+@cache
+def imports() -> dict[str, list[str]]:
+    return {name: sorted(set(imported(tree))) for name, tree in modules().items()}
+
+
 LAYER_OF = {name: height for height, (_, names) in enumerate(LAYERS) for name in names.split()}
 
 
 def test_every_module_belongs_to_one_layer() -> None:
-    assert {name.partition(".")[0] for name in MODULES} == set(LAYER_OF)
-    assert {name.split(".")[1] for name in MODULES if name.startswith("cli.")} == set(CLI)
+    assert {name.partition(".")[0] for name in modules()} == set(LAYER_OF)
+    assert {name.split(".")[1] for name in modules() if name.startswith("cli.")} == set(CLI)
 
 
 def test_a_module_imports_from_its_own_layer_and_those_below() -> None:
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         height = LAYER_OF[name.partition(".")[0]]
         assert not [other for other in others if LAYER_OF[other.partition(".")[0]] > height], name
 
 
 def test_a_file_of_the_command_line_imports_those_below() -> None:
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         if name.startswith("cli."):
             height = CLI.index(name.split(".")[1])
             # `demo` ends as `swap` does.
@@ -142,11 +149,11 @@ def test_no_modules_import_each_other() -> None:
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, f"imports in a circle: {' -> '.join([*path[path.index(name) :], name])}"
         if name not in done:
-            for other in IMPORTS[name]:
+            for other in imports()[name]:
                 visit(other, (*path, name))
             done.add(name)
 
-    for name in MODULES:
+    for name in modules():
         visit(name, ())
 
 
@@ -167,7 +174,7 @@ def variables(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_hidden_state() -> None:
-    found = {f"{name}.{variable}" for name, tree in MODULES.items() for variable in variables(tree)}
+    found = {f"{name}.{variable}" for name, tree in modules().items() for variable in variables(tree)}
     # Functions, the library's logger, typer's applications, a module under another name.
     plain = (
         "logger",

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 
 from benchmarks import readme
 from tconv_swap.cli import app
+from tconv_swap.runtime import host
+from tconv_swap.runtime.cache import cache_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,10 +70,24 @@ def test_every_python_snippet_runs(name: str) -> None:
         exec(compile(snippet, name, "exec"), names)
 
 
+@pytest.fixture
+def own_cache(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Makes a cache directory of this test's own. If the line prepares, it has the host part, which all tests share."""
+    directory = tmp_path / "cache"
+    if line.startswith("tconv-swap prepare"):
+        built = host.build().parent
+        shutil.copytree(built, directory / built.relative_to(cache_directory()))
+    monkeypatch.setenv("TCONV_SWAP_CACHE", str(directory))
+    cache_directory.cache_clear()
+    yield directory
+    cache_directory.cache_clear()
+
+
 @pytest.mark.parametrize("line", dict.fromkeys(TCONV_SWAP))
-def test_tconv_swap_commands_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tconv_swap_commands_work(
+    line: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
     # Completion is installed there for the shell that started this process, which may be none.
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
@@ -89,6 +106,8 @@ def test_tconv_swap_commands_work(line: str, tmp_path: Path, monkeypatch: pytest
     short = ["--dry-run" if "--way" in arguments else "--no-benchmark"] if network else []
     result = CliRunner().invoke(app, [*arguments, *short])
     assert result.exit_code == 0, result.output
+    if line.startswith("tconv-swap prepare model.pt"):
+        assert list((own_cache / "kernels").iterdir())
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(BENCHMARKS))

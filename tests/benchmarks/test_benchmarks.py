@@ -276,10 +276,12 @@ def test_ceilings_of_a_machine() -> None:
 # The kernels
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("layer", SUITE.layers, ids=lambda layer: layer.name)
-def test_every_row_has_a_plan(layer: Layer, mode: Mode, layout: str) -> None:
+def test_every_layer_has_a_plan_in_every_mode(layer: Layer, mode: Mode) -> None:
+    """Half of the modes of a layer are in one layout, half in the other, which turns with the layers."""
+    place = SUITE.layers.index(layer) + list(MODES.values()).index(mode)
+    layout = list(LAYOUTS)[place % len(LAYOUTS)]
     (step,) = steps_of(layer, mode, layout, "forward", H200, "kernel")
     (output,) = step.plan.outputs
     assert (output.shape, output.channels_last) == (layer.geometry.output_shape, layout == "channels_last")

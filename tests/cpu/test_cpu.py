@@ -18,6 +18,8 @@ from tconv_swap.cpu import plan as plan_cpu
 from tconv_swap.geometry import Geometry
 from tconv_swap.op import conv_transpose2d
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 FORMATS = (torch.contiguous_format, torch.channels_last)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tconv_swap.runtime import cache
+from tconv_swap.runtime import cache, host
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = (
@@ -53,18 +53,38 @@ def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 def test_two_processes_race_for_one_cache(tmp_path: Path) -> None:
     """One process builds the host part, the other waits for it; each has every kernel; a third process finds all of
-    them."""
+    them. Both ask at the same time. The host part is a small one, and its compiler takes a second, so that the process
+    that waits has asked before the other is ready."""
+    directory, sources, asking = (tmp_path / name for name in ("cache", "csrc", "asking"))
+    sources.mkdir()
+    asking.mkdir()
+    for name in host.SOURCES:
+        (sources / name).write_text("")
+    (sources / host.SOURCES[0]).write_text(
+        "#include <cstdint>\n"
+        'extern "C" const char* tconv_last_error() { return ""; }\n'
+        'extern "C" int64_t tconv_known() { return 7; }\n'
+    )
+    compiler = tmp_path / "slow-g++"
+    compiler.write_text('#!/bin/sh\nsleep 1\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
     code = (
-        "host.library()\n"
-        "found = [compiled(lanes) for lanes in (1, 2, 4)]\n"
+        "import os, pathlib, time\n"
+        f"host.csrc_directory = lambda: pathlib.Path({str(sources)!r})\n"
+        f"asking = pathlib.Path({str(asking)!r})\n"
+        "(asking / str(os.getpid())).touch()\n"
+        "while len(list(asking.iterdir())) < 2:\n"
+        "    time.sleep(0.01)\n"
+        "assert host.library().tconv_known() == 7\n"
+        "found = [compiled(lanes) for lanes in (1, 4)]\n"
         "print(host.build(), *(hash(one) for one in found))\n"
     )
-    directory = tmp_path / "cache"
-    both = [python(code, directory, PYTHONHASHSEED="0") for _ in range(2)]
+    environment = {"PYTHONHASHSEED": "0", "CXX": str(compiler)}
+    both = [python(code, directory, **environment) for _ in range(2)]
     outputs, words = zip(*map(ended, both), strict=True)
     assert outputs[0] == outputs[1]
     assert sorted("building the host part" in each for each in words) == [False, True]
-    assert len(list((directory / "kernels").iterdir())) == 6  # nothing half written is left
+    assert len(list((directory / "kernels").iterdir())) == 4  # nothing half written is left
     library = Path(outputs[0].split()[0])
     assert sorted(path.name for path in library.parent.iterdir()) == [
         "lock",
@@ -72,7 +92,7 @@ def test_two_processes_race_for_one_cache(tmp_path: Path) -> None:
         "tconv_swap.so",
     ]
     written = {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
-    third = ended(python(code, directory, PYTHONHASHSEED="0"))
+    third = ended(python(code, directory, **environment))
     assert third[0] == outputs[0]
     assert "building" not in third[1]
     assert written == {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}

@@ -195,6 +195,7 @@ def test_bad_arguments(arguments: dict[str, Any]) -> None:
         verify(model, swapped_copy(model), latent(), **arguments)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_same_seed_same_report() -> None:
     model, x = generator(), latent()
     first = verify(model, swapped_copy(model), x, seed=3).to_dict()

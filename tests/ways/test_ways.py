@@ -19,7 +19,8 @@ from surgery_models import swapped_names
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from upsampled import Upsampled
 
 from tconv_swap import swap_layers, unswap_layers
 
@@ -270,32 +271,19 @@ def test_moved_between_dtypes_and_devices_after_the_swap(device: str) -> None:
 # --- other processes ----------------------------------------------------------------------------------------
 
 
-class Upsampled(Dataset[Tensor]):
-    """Runs a swapped network in the worker, as augmentations do."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
-
-    def __len__(self) -> int:
-        return 4
-
-    @torch.no_grad()
-    def __getitem__(self, index: int) -> Tensor:
-        return self.model(images(1, 4, 5, 5 + 0 * index))[0]
-
-
 @pytest.mark.filterwarnings("ignore:.*fork", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.usefixtures("two_threads")
 def test_data_loader_workers(start: str) -> None:
     theirs, ours = pair()
     ours.eval()(images())  # the parent has used its threads already
     loader = DataLoader(
-        Upsampled(ours),
+        Upsampled(ours, images(1, 4, 5, 5)),
         batch_size=2,
         num_workers=1,
         multiprocessing_context=multiprocessing.get_context(start),
     )
-    expected = Upsampled(theirs)[0].expand(2, -1, -1, -1)
+    expected = Upsampled(theirs, images(1, 4, 5, 5))[0].expand(2, -1, -1, -1)
     batches = list(loader)
     assert len(batches) == 2
     for batch in batches:

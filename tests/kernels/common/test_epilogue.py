@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -33,15 +33,16 @@ ACTIVATED = Epilogue(False, Activation.TANH)
 LEAKY = Epilogue(True, Activation.LEAKY_RELU, torch.float16, 1e-3, 0.25)
 
 
-def plans(architecture: str) -> Iterator[Plan]:
-    """Yields a plan for each kernel that stores outputs, and each dtype: the chosen plan of a geometry before the
+@cache
+def plans(architecture: str) -> tuple[Plan, ...]:
+    """Returns a plan for each kernel that stores outputs, and each dtype: the chosen plan of a geometry before the
     others."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
     problems = [
         plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-        for geometry in GEOMETRIES.values()
+        for name, geometry in GEOMETRIES.items()
         for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "tf32"))
-        for channels_last in (False, True)
+        for channels_last in ((False, True) if name in ("dcgan", "groups") else (False,))
     ]
     chosen = [(problem, plan.plan_forward(problem, True, device)) for problem in problems]
     others = [
@@ -52,12 +53,10 @@ def plans(architecture: str) -> Iterator[Plan]:
             general.plan_forward(problem, True),
         )
     ]
-    seen = set()
+    found: dict[tuple[str, torch.dtype], Plan] = {}
     for problem, made in (*chosen, *others):
-        kind = made.launches[-1].kernel.source, problem.dtype
-        if kind not in seen:
-            seen.add(kind)
-            yield made
+        found.setdefault((made.launches[-1].kernel.source, problem.dtype), made)
+    return tuple(found.values())
 
 
 def stores(made: Plan) -> list[str]:
@@ -65,8 +64,10 @@ def stores(made: Plan) -> list[str]:
 
 
 def test_every_family_takes_one_in_its_last_kernel() -> None:
+    """Where nothing is behind the bias, its plan stays as it is."""
     entries = set()
     for made in plans("sm_90a"):
+        assert with_epilogue(made, Epilogue(False, Activation.IDENTITY)) is made
         ended = with_epilogue(made, LEAKY)
         assert ended is not None
         assert (ended.family, ended.outputs, ended.workspace_bytes) == (
@@ -98,11 +99,6 @@ def test_every_family_takes_one_in_its_last_kernel() -> None:
         *("forward_narrow_mma", "forward_col2im", "forward_narrow_ffma", "forward_gemm", "forward_stride1"),
         "forward_general",
     }
-
-
-def test_nothing_behind_the_bias_changes_nothing() -> None:
-    for made in plans("sm_80"):
-        assert with_epilogue(made, Epilogue(False, Activation.IDENTITY)) is made
 
 
 def test_what_takes_none() -> None:
@@ -154,8 +150,8 @@ def test_kernels_compile_and_spill_no_more_than_without(
         resources[last.kernel] = max(taken, resources.get(last.kernel, 0))
     every = request.config.getoption("all_architectures")
     for kernel in resources if every else one_of_each(resources):
-        before, after = (spilled(one, architecture) for one in (without[kernel], kernel))
-        assert after <= before, f"{kernel} spills on {architecture}"
+        if after := spilled(kernel, architecture):
+            assert after <= spilled(without[kernel], architecture), f"{kernel} spills on {architecture}"
 
 
 def spilled(kernel: Kernel, architecture: str) -> int:
