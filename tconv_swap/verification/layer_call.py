@@ -27,8 +27,10 @@ _PIECE_ELEMENTS = 1 << 25
 
 
 def layer_roundoff(layer: nn.Module, output: Tensor) -> float:
-    """Returns the largest error, relative to its terms, with which this layer computes an element of its output."""
-    assert isinstance(layer, nn.ConvTranspose2d | nn.ConvTranspose1d)
+    """Returns the largest error, relative to its terms, with which this layer computes an element of its output; of
+    a norm, that of its last rounding."""
+    if not isinstance(layer, nn.ConvTranspose2d | nn.ConvTranspose1d):
+        return compare.roundoff(output.dtype, output.device)
     terms = layer.in_channels // layer.groups * math.prod(layer.kernel_size)
     return accumulated(compare.roundoff(output.dtype, output.device), terms, output.dtype)
 

@@ -16,7 +16,7 @@ from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import model_dtype
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.verification import compare
-from tconv_swap.verification.blocks import BlockChecks
+from tconv_swap.verification.blocks import BlockChecks, fused_modules
 from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.judge import LayerJudge, first_line
 from tconv_swap.verification.layer_call import layer_roundoff
@@ -201,7 +201,7 @@ class Session:
         return ""
 
     def _measure_noise(self, standard: Standard) -> None:
-        """Adds rounding to the original's transposed convolutions, and keeps how far that moves every result."""
+        """Adds rounding to what our kernels replace in the original, and keeps how far that moves every result."""
         standard.noisy_runs += 1
         with self._with_rounding(standard.noisy_runs):
             standard.widen(self.runner.run(self.original, standard.mode, standard.how))
@@ -210,7 +210,7 @@ class Session:
         def amplitude(layer: nn.Module, output: Tensor) -> float:
             return ADDED_ROUNDING * layer_roundoff(layer, output)
 
-        names = list(swapped_layers(self.swapped.module))
+        names = [*swapped_layers(self.swapped.module), *fused_modules(self.swapped.module)]
         return with_rounding(self.original.module, names, amplitude, self.runner.seed + index)
 
     def _compare(self, standard: Standard) -> bool:
@@ -247,7 +247,7 @@ class Session:
         for way, (other, outcome) in others.items():
             structure += [f"{line}, {way}" for line in other.structure(outcome)]
         checks = _judged(standard, outcomes, others)
-        layers_agree = all(check.passed for check in self.layers.checks)
+        layers_agree = all(check.passed for check in self.layers.checks + self.blocks.checks)
         while layers_agree and self.tolerance is None and (doubted := _in_doubt(standard, checks, others)):
             # Rounding next to a kink (ReLU, max pooling) makes a gradient jump, and that is as likely in a run with
             # added rounding as in the swapped network.

@@ -98,9 +98,11 @@ def test_a_fault_of_evaluation_fails_and_names_the_norm(
     assert ("1", "eval") in failed or fault is None
 
 
-def test_a_network_of_blocks_alone_is_verified(kernels: Pretended) -> None:
-    """The gradient of a bias in front of a norm is zero but for rounding, of which nothing can be said."""
-    original = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+@pytest.mark.parametrize("seed", range(30, 50))
+def test_a_network_of_blocks_alone_is_verified(seed: int, kernels: Pretended) -> None:
+    """The gradient of a bias in front of a norm is zero but for rounding, which differs from run to run."""
+    torch.manual_seed(seed)
+    original = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
     report = tconv_swap.verify(original, swapped, torch.randn(4, 3, 6, 6))
     assert report.passed, report.failures
