@@ -281,7 +281,7 @@ def test_ceilings_of_a_machine() -> None:
 def test_every_layer_has_a_plan_in_every_mode(
     layer: Layer, mode: Mode, request: pytest.FixtureRequest
 ) -> None:
-    """On each commit, half of the modes of a layer are in one layout, half in the other, which turns with the layers."""
+    """On each commit, half of the modes of a layer are in one layout and half in the other, in turn."""
     place = SUITE.layers.index(layer) + list(MODES.values()).index(mode)
     every = request.config.getoption("all_architectures")
     for layout in LAYOUTS if every else [list(LAYOUTS)[place % len(LAYOUTS)]]:
