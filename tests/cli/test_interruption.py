@@ -171,9 +171,9 @@ def test_the_message_names_exactly_the_files_that_exist(
 
 
 def test_the_codes_are_in_every_help() -> None:
-    for command in ("swap", "demo", "bench", "explain", "tune", "doctor"):
-        words = run(command, "--help").stdout.split()
-        assert {"130", "143"} <= set(words), command
+    for name in ("swap", "demo", "bench", "explain", "tune", "doctor"):
+        words = run(name, "--help").stdout.split()
+        assert {"130", "143"} <= set(words), name
 
 
 class TestSignalsOfThisProcess:
