@@ -137,7 +137,8 @@ def test_a_signal_during_the_teardown_changes_nothing(
         TEARDOWN + late + "\ndef build():\n    return Net(nn.ConvTranspose2d(4, 3, 2))\n"
     )
     torch.save(torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 3, 2)).state_dict(), "weights.pt")
-    words = ("weights.pt", "--model", "net.py:build", "--dry-run", "--json", "r.json", "--device", "cpu")
+    short = ("--dry-run", "--no-backward", "--device", "cpu")
+    words = ("weights.pt", "--model", "net.py:build", "--json", "r.json", *short)
     with start(*words) as running:
         assert "teardown\n" in iter(running.stderr.readline, "")
         running.send_signal(number)

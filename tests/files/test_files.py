@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from file_cases import REPOSITORY, one_line, run
+from file_cases import one_line, run
+from forked import run_python
 from torch import nn
 
 import tconv_swap
@@ -128,9 +128,7 @@ def test_the_snippet_loads_the_written_file(network: nn.Module, source: Path) ->
     result = run(path, "--module", source, "--out", out, "--json", "-")
     snippet = json.loads(result.stdout)["facts"]["load_snippet"]
     code = f"{snippet}\nprint(sum(isinstance(m, tconv_swap.ConvTranspose2d) for m in model.modules()))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
-    )
+    loaded = run_python("-c", code, env={})
     assert loaded.stdout.strip() == "2", loaded.stderr
 
 
