@@ -168,7 +168,7 @@ def _become(request: bytes, descriptors: list[int]) -> list[str]:
             os.close(given[number])
             how = errors or ("backslashreplace" if name == "stderr" else "strict")
             buffering = 1 if name == "stderr" or os.isatty(number) else -1
-            stream = open(number, mode, buffering, encoding, how, closefd=False)
+            stream = open(number, mode, buffering, encoding, how, closefd=False)  # noqa: SIM115
         else:
             os.close(number)
         setattr(sys, name, stream)
