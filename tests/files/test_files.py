@@ -99,7 +99,7 @@ def test_module_lets_the_classes_of_a_file_be_used(network: nn.Module, source: P
     refused = run(path)
     assert "would execute code" in one_line(refused, 3)
     assert not source.with_suffix(".executed").exists()
-    result = run(path, "--module", source, "--out", out)
+    result = run(path, "--module", source, "--out", out, "--no-backward")
     assert result.exit_code == 0, result.output
     assert source.with_suffix(".executed").exists()
     again = load_model(out, module=source).model
@@ -235,7 +235,9 @@ def test_weights_are_loaded_into_a_network(
     refused = run(path)
     assert "--model module:factory" in one_line(refused, 3)
     assert not source.with_suffix(".executed").exists()
-    result = run(path, "--model", f"{source}:build", "--out", out, "--out-format", out_format)
+    result = run(
+        path, "--model", f"{source}:build", "--out", out, "--out-format", out_format, "--no-backward"
+    )
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "are in the network that" in text
