@@ -8,6 +8,7 @@ What an interpreter does until torch is imported does not happen here: a test of
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -63,19 +64,14 @@ class Forked:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self) -> int:
-        """Returns the exit code, or -N if signal N ended the process."""
-        if self.returncode is None:
-            self.returncode = int(self._helper.recv(64))
-        return self.returncode
-
     def __enter__(self) -> Forked:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is not None and self.returncode is None:
-            self.send_signal(signal.SIGKILL)
-        self.wait()
+        if error is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                self.send_signal(signal.SIGKILL)
+        self.returncode = int(self._helper.recv(64))
         for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
@@ -86,41 +82,42 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python WORDS` to its end, with an empty stdin."""
     with open(os.devnull) as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        streams = (
-            stdin.fileno(),
-            out.fileno() if stdout == CAPTURED else stdout,
-            err.fileno() if stderr == CAPTURED else stderr,
-        )
-        with Forked(words, env, streams) as running:
-            code = running.wait()
+        outputs = [
+            file.fileno() if wanted == CAPTURED else wanted for file, wanted in ((out, stdout), (err, stderr))
+        ]
+        with Forked(words, env, (stdin.fileno(), *outputs)) as running:
+            pass
         written = []
-        for stream in (out, err):
-            stream.seek(0)
-            written.append(stream.read().decode(errors="backslashreplace"))
-    return subprocess.CompletedProcess(words, code, *written)
+        for file in (out, err):
+            file.seek(0)
+            written.append(file.read().decode(errors="backslashreplace"))
+    assert running.returncode is not None
+    return subprocess.CompletedProcess(words, running.returncode, *written)
 
 
 def start_python(*words: str, env: Mapping[str, str]) -> Forked:
     """Starts `python WORDS` with pipes as stdout and stderr."""
-    with open(os.devnull) as stdin:
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        try:
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    try:
+        with open(os.devnull) as stdin:
             return Forked(words, env, (stdin.fileno(), out_end, err_end), open(out), open(err))
-        finally:
-            os.close(out_end)
-            os.close(err_end)
+    finally:
+        os.close(out_end)
+        os.close(err_end)
 
 
 @functools.cache
 def _helper() -> socket.socket:
-    """Returns the connection to the helper process of this process, which it starts at the first call."""
+    """Returns the connection to the helper of this process, which the first call starts."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        # A session of its own: Ctrl-C in the terminal of the tests is for the tests.
         helper = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
+            # Ctrl-C in the terminal of the tests is for the tests.
             start_new_session=True,
         )
     atexit.register(helper.wait)
@@ -132,7 +129,8 @@ def _serve(link: socket.socket) -> list[str]:
     """Forks for every request. Returns in each child, which is to run the words that it returns."""
     for name in PRELOADED:
         importlib.import_module(name)
-    CliRunner().invoke(sys.modules["tconv_swap.cli"].app, ["--help"])  # typer imports while it parses
+    # Typer imports while it parses.
+    CliRunner().invoke(sys.modules["tconv_swap.cli"].app, ["--help"])
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
@@ -162,6 +160,7 @@ def _become(request: bytes, descriptors: list[int]) -> list[str]:
     given = dict(zip(numbers, descriptors, strict=True))
     encoding, _, errors = environment.get("PYTHONIOENCODING", "utf-8").partition(":")
     for number, (name, mode) in enumerate(STREAMS):
+        os.close(number)
         stream = None
         if number in given:
             os.dup2(given[number], number)
@@ -169,25 +168,23 @@ def _become(request: bytes, descriptors: list[int]) -> list[str]:
             how = errors or ("backslashreplace" if name == "stderr" else "strict")
             buffering = 1 if name == "stderr" or os.isatty(number) else -1
             stream = open(number, mode, buffering, encoding, how, closefd=False)  # noqa: SIM115
-        else:
-            os.close(number)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    sys.path[0] = directory if words[0] in ("-m", "-c") else str(Path(words[0]).parent)
     # Once Python has ended: the destructors of torch's libraries take longer than most commands, and none is ours.
     library = ctypes.CDLL(None)
     library.on_exit(ctypes.cast(library._exit, ctypes.c_void_p), None)
-    sys.path[0] = directory if words[0] in ("-m", "-c") else str(Path(words[0]).parent)
-    return words
+    return words  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
-    words = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    option = sys.argv[0] if sys.argv[0] in ("-m", "-c") else None
+    if option is None:
+        runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        what = sys.argv.pop(1)
+        if option == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
