@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from benchmarks import readme
 from tconv_swap.cli import app
+from tconv_swap.runtime.cache import cache_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,10 +68,19 @@ def test_every_python_snippet_runs(name: str) -> None:
         exec(compile(snippet, name, "exec"), names)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process remembers its cache: `tconv-swap cache clear` would empty the one of all other tests."""
+    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
+    cache_directory.cache_clear()
+    yield
+    cache_directory.cache_clear()
+
+
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("line", dict.fromkeys(TCONV_SWAP))
 def test_tconv_swap_commands_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
     # Completion is installed there for the shell that started this process, which may be none.
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
