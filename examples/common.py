@@ -30,18 +30,24 @@ def arguments(
     size: int,
     batch: int,
     width: int | None = None,
+    boxes: int | None = None,
     with_ways: bool = False,
 ) -> argparse.Namespace:
-    """Returns the options of an example, with its defaults. Without ``width``, the width of the network is no option.
-    ``with_ways`` adds the option for the ways to try."""
+    """Returns the options of an example, with its defaults. Without ``width`` or ``boxes``, that of the network is
+    no option. ``with_ways`` adds the option for the ways to try."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help="training steps of each network")
     parser.add_argument("--size", type=int, default=size, help="height and width of the images, pixels")
     parser.add_argument("--batch", type=int, default=batch, help="images in a batch")
     if width is not None:
         parser.add_argument("--width", type=int, default=width, help="channels of the largest feature maps")
+    if boxes is not None:
+        parser.add_argument("--boxes", type=int, default=boxes, help="objects found in an image at most")
     parser.add_argument(
         "--iters", type=int, help="number of timed runs (default: as many as fit a time budget)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, help="number of untimed runs before each timing (default: by time)"
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs"

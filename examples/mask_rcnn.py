@@ -19,11 +19,11 @@ import tconv_swap
 Batch = dict[str, list[Any]]  # "images": one tensor each; "targets": one dict each
 
 
-def build_model(size: int) -> nn.Module:
+def build_model(size: int, boxes: int = 16) -> nn.Module:
     """Returns a model of two classes, so that random weights score above the threshold and the mask head gets boxes.
 
-    Only the mask head is trained, and there are fewer proposals and detections than by default, so that it is fast on
-    small machines.
+    It finds at most ``boxes`` in an image. Only the mask head is trained, and there are fewer proposals and detections
+    than by default, so that it is fast on small machines.
     """
     model: nn.Module = maskrcnn_resnet50_fpn(
         weights=None,
@@ -33,8 +33,8 @@ def build_model(size: int) -> nn.Module:
         max_size=size,
         rpn_post_nms_top_n_train=100,
         rpn_post_nms_top_n_test=100,
-        box_batch_size_per_image=64,
-        box_detections_per_img=16,
+        box_batch_size_per_image=4 * boxes,
+        box_detections_per_img=boxes,
     )
     model.requires_grad_(False)
     for name in ("mask_head", "mask_predictor"):
@@ -88,14 +88,14 @@ def masks(model: nn.Module, inputs: Batch) -> Tensor:
 
 
 def main(argv: Sequence[str] | None = None) -> common.Outcome:
-    args = common.arguments(__doc__, argv, steps=2, size=96, batch=1)
+    args = common.arguments(__doc__, argv, steps=2, size=96, batch=1, boxes=16)
     torch.manual_seed(0)
-    original = build_model(args.size).to(args.device)
+    original = build_model(args.size, args.boxes).to(args.device)
     inputs = batch_of_disks(args.batch, args.size, seed=0, device=args.device)
 
     swapped = tconv_swap.swap_layers(original, inplace=False)
     verification = tconv_swap.verify(original, swapped, inputs)
-    timing = tconv_swap.benchmark(original, swapped, inputs, iters=args.iters)
+    timing = tconv_swap.benchmark(original, swapped, inputs, warmup=args.warmup, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
     outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)

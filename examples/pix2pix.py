@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
 
     swapped = tconv_swap.swap_layers(original, inplace=False)
     verification = tconv_swap.verify(original, swapped, labels)
-    timing = tconv_swap.benchmark(original, swapped, labels, iters=args.iters)
+    timing = tconv_swap.benchmark(original, swapped, labels, warmup=args.warmup, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
     outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)

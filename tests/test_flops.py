@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -67,21 +67,19 @@ def test_an_exported_program_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert called
 
 
-def test_a_loaded_layer_is_counted_too() -> None:
+def test_a_loaded_layer_is_counted_too(tmp_path: Path) -> None:
     """In a process that has swapped nothing."""
     ours = tconv_swap.swap_layers(nn.ConvTranspose2d(6, 3, 4, 2, 1))
-    buffer = io.BytesIO()
-    torch.save(copy.deepcopy(ours), buffer)
+    path = tmp_path / "layer.pt"
+    torch.save(copy.deepcopy(ours), path)
     code = (
-        "import io, sys, torch\n"
-        "layer = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)\n"
+        "import sys, torch\n"
+        "layer = torch.load(sys.argv[1], weights_only=False)\n"
         "from tconv_swap import op\n"
         "op.is_plain = lambda *_: False\n"
         "from torch.utils.flop_counter import FlopCounterMode\n"
         "with FlopCounterMode(display=False) as counter: layer(torch.randn(2, 6, 7, 5))\n"
         "print(counter.get_total_flops())"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], input=buffer.getvalue(), capture_output=True, check=True
-    )
-    assert int(run.stdout) == 2 * 2 * 7 * 5 * 6 * 3 * 16
+    done = run_python("-c", code, str(path), env=os.environ)
+    assert int(done.stdout) == 2 * 2 * 7 * 5 * 6 * 3 * 16

@@ -5,22 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import foreign_networks
 import pytest
 import torch
 from foreign_networks import FOREIGN, mask2former
+from forked import run_python
 from torch import nn
 from typer.testing import CliRunner
 
 import tconv_swap
 from tconv_swap.cli import app
 from tconv_swap.inputs import named_tensors
-
-REPOSITORY = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,13 +82,7 @@ def test_saved_networks_are_verified_in_a_fresh_process(tmp_path: Path) -> None:
         torch.save(swapped.train(), tmp_path / f"{name}-fast.pt")
         torch.save(outputs, tmp_path / f"{name}-outputs.pt")
     script = Path(foreign_networks.__file__)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(tmp_path), *names],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    result = run_python(str(script), str(tmp_path), *names, env=os.environ)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.splitlines() == [f"{name}: verified" for name in names]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from benchmark_layers import CEILINGS, H200, SUITE, TARGETS, small
+from forked import run_python
 from torch import Tensor
 
 from benchmarks import layers, layers_report, measure, render, table
@@ -268,9 +268,9 @@ def test_show_prints_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_without_a_gpu_one_line_says_so() -> None:
-    command = [sys.executable, "-m", "benchmarks.layers"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = run_python("-m", "benchmarks.layers", env=os.environ)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -302,7 +302,7 @@ def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(layers, "compile_ahead", lambda plans, architecture: len(plans))
     monkeypatch.setattr(layers, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    return layers.main(["--iters", "2", *arguments])
+    return layers.main(["--iters", "2", "--seconds-per-row", "0.01", *arguments])
 
 
 def test_a_whole_run(

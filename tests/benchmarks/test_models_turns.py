@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from benchmarks.measuring_process import StoppedError, TaskError
+from benchmarks.measuring_process import MeasuringProcess, StoppedError, TaskError
 from benchmarks.models import merged
 from benchmarks.models_row import Case, Setting
 from benchmarks.models_turns import Turn, rows_by_turns
@@ -76,15 +76,13 @@ def test_compiling_releases_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def measured(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[str, Any]:
     announce(f"measuring {case.network}")
-    if case.network == "fails":
-        raise ValueError("no\nand more")
     if case.network == "dies":
         os._exit(1)
     return {**case._asdict(), "threads": os.environ["TORCHINDUCTOR_COMPILE_THREADS"]}
 
 
 def test_rows_of_processes() -> None:
-    cases = [case(name) for name in ("dies", "one", "fails")]
+    cases = [case(name) for name in ("dies", "one")]
     found = dict(rows_by_turns(cases, SETTING, 3, 2, lambda: math.inf, measured))
     assert found.keys() == set(cases)
     row = found[cases[1]]
@@ -93,10 +91,18 @@ def test_rows_of_processes() -> None:
     assert row == {**cases[1]._asdict(), "threads": "2"}
     assert isinstance(found[cases[0]], StoppedError)
     assert str(found[cases[0]]) == "died in measuring dies"
-    error = found[cases[2]]
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
+
+
+def test_a_row_that_raises_is_returned_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(process: MeasuringProcess[Case, dict[str, Any]], task: Case) -> dict[str, Any]:
+        raise TaskError("ValueError: no\nand more")
+
+    monkeypatch.setattr(MeasuringProcess, "start", lambda process: None)
+    monkeypatch.setattr(MeasuringProcess, "run", fail)
+    ((_, error),) = rows_by_turns([case("fails")], SETTING, 1, 1, lambda: math.inf, measured)
     assert isinstance(error, TaskError)
     assert str(error) == "ValueError: no\nand more"
-    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
 
 
 def slow(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import sweep
+from benchmarks import measuring_process, sweep
 from benchmarks.measuring_process import Work
 from benchmarks.sweep import Results, Sweep, shuffled
 from benchmarks.sweep_options import make_parser
@@ -63,6 +64,10 @@ DOUBLES = Sweep[Number, Doubled, Found]("doubles", double, _make, Found, str, _r
 def test_a_run_in_processes_and_its_continuation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.sweep"])
+    for module in (sweep, measuring_process):
+        monkeypatch.setattr(module, "get_context", lambda _: context)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
     parser = make_parser("numbers", "", 60.0)

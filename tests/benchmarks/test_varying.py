@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from forked import run_python
 
 from benchmarks import planning, sizes, varying
 from benchmarks.streams import STREAMS
@@ -43,7 +47,14 @@ def test_only_calls_that_all_sides_finished_are_compared() -> None:
     assert "no kernel" in warm
 
 
-def test_the_program_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forked(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return run_python(*command[1:], env=env)
+
+    pretended = SimpleNamespace(run=forked, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(varying, "subprocess", pretended)
     path = tmp_path / "varying.json"
     code = varying.main(["--device", "cpu", "--tiny", "--stream", "mask-head", "--json", str(path)])
     document = json.loads(path.read_text())

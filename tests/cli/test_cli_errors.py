@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_cases import command, environment, files, generator, run, saved_generator, swap
+from cli_cases import command, environment, files, finished, generator, process, run, saved_generator, swap
+from forked import CLOSED
 
 import tconv_swap
 from tconv_swap.cli import parsers, workflow
@@ -197,7 +198,7 @@ class TestInterruptedWhileWriting:
         assert result.stderr.startswith("tconv-swap: error: ZeroDivisionError: in the charts (an error in")
 
 
-class TestRealEntryPoint:
+class TestProcess:
     def test_from_file_to_file(self, model: Path) -> None:
         arguments = command(model, "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
         done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
@@ -213,7 +214,7 @@ class TestRealEntryPoint:
                 return os.system, ("touch executed",)
 
         torch.save([generator(), Bomb()], model)
-        done = subprocess.run(command(model), env=environment(), capture_output=True, text=True, check=False)
+        done = finished(model)
         assert done.returncode == ExitCode.CANNOT_LOAD
         assert "posix.system" in done.stderr
         assert "Traceback" not in done.stderr
@@ -221,36 +222,21 @@ class TestRealEntryPoint:
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_interrupted(self, model: Path, number: int, code: int) -> None:
-        arguments = command(model, "--out", "fast.pt", "--device", "cpu", "--iters", 10**9)
-        with subprocess.Popen(
-            arguments,
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-            # Whoever started the tests in the background had SIGINT ignored, which children inherit.
-            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-        ) as process:
-            assert process.stderr is not None
-            try:
-                for line in process.stderr:
-                    if "verifying" in line:
-                        process.send_signal(number)
-                        break
-                rest = process.stderr.read()
-            except BaseException:  # a timeout of the tests, which would wait for its end
-                process.kill()
-                raise
-        assert process.returncode == code
+        with process(model, "--out", "fast.pt", "--device", "cpu", "--iters", 10**9) as running:
+            assert running.stderr is not None
+            for line in running.stderr:
+                if "verifying" in line:
+                    running.send_signal(number)
+                    break
+            rest = running.stderr.read()
+        assert running.returncode == code
         assert "Traceback" not in rest
         assert files() == ["model.pt"]
 
     def test_a_closed_pipe_changes_no_exit_code(self, model: Path) -> None:
         reading, writing = os.pipe()
         os.close(reading)
-        arguments = command(model, "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
-        done = subprocess.run(
-            arguments, env=environment(), stdout=writing, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = finished(model, "--out", "fast.pt", "--no-benchmark", "--device", "cpu", stdout=writing)
         os.close(writing)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
@@ -259,35 +245,38 @@ class TestRealEntryPoint:
 
     def test_names_that_the_encoding_lacks_are_escaped(self, model: Path) -> None:
         os.rename(model, "модель.pt")
-        arguments = command("модель.pt", "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
-        done = subprocess.run(
-            arguments, env=environment() | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, check=False
-        )
+        words = ("модель.pt", "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
+        done = finished(*words, PYTHONIOENCODING="latin-1")
         assert done.returncode == 0, done.stderr
-        assert b"\\u043c\\u043e\\u0434" in done.stdout
-        assert b"Traceback" not in done.stderr
+        assert "\\u043c\\u043e\\u0434" in done.stdout
+        assert "Traceback" not in done.stderr
 
     @pytest.mark.parametrize(
         ("words", "closed"),
         [
-            (("model.pt", "--dry-run"), ">&-"),
-            (("model.pt", "--dry-run"), "> /dev/full"),
-            (("--help",), ">&-"),
-            (("--version",), "> /dev/full"),
-            (("bench", "--list"), "> /dev/full"),
+            (("model.pt", "--dry-run"), True),
+            (("model.pt", "--dry-run"), False),
+            (("--version",), False),
+            (("bench", "--list"), False),
         ],
     )
-    def test_a_stdout_that_cannot_be_written(self, model: Path, closed: str, words: tuple[str, ...]) -> None:
-        script = f"{shlex.join(command(*words))} {closed}"
-        done = subprocess.run(
-            ["sh", "-c", script], env=environment(), stderr=subprocess.PIPE, text=True, check=False
-        )
+    def test_a_stdout_that_cannot_be_written(self, model: Path, closed: bool, words: tuple[str, ...]) -> None:
+        with open("/dev/full", "wb") as full:
+            done = finished(*words, stdout=CLOSED if closed else full.fileno())
+        self.check_that_stdout_cannot_be_written(done)
+
+    def test_an_interpreter_that_starts_without_a_stdout(self, model: Path) -> None:
+        script = 'exec "$0" -m tconv_swap --help >&-'
+        arguments = ["sh", "-c", script, sys.executable]
+        done = subprocess.run(arguments, env=environment(), stderr=subprocess.PIPE, text=True, check=False)
+        self.check_that_stdout_cannot_be_written(done)
+
+    @staticmethod
+    def check_that_stdout_cannot_be_written(done: subprocess.CompletedProcess[str]) -> None:
         assert done.returncode == ExitCode.CANNOT_WRITE
         assert "tconv-swap: error: stdout cannot be written (" in done.stderr
         assert "Traceback" not in done.stderr
         assert "Exception" not in done.stderr
 
     def test_a_closed_stderr(self, model: Path) -> None:
-        script = f"{shlex.join(command('nothing.pt'))} 2>&-"
-        done = subprocess.run(["sh", "-c", script], env=environment(), stdout=subprocess.PIPE, check=False)
-        assert done.returncode == ExitCode.CANNOT_LOAD
+        assert finished("nothing.pt", stderr=CLOSED).returncode == ExitCode.CANNOT_LOAD

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cli_cases import files, run, saved_generator
 from torch import Tensor
+from way_cases import time_ways_briefly
 
 import tconv_swap
 from tconv_swap import interruption
@@ -22,10 +23,12 @@ from tconv_swap.ways.run import Running
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(way, "RUNTIMES", ("eager",))
+    time_ways_briefly(monkeypatch)
 
 
 def swapped(*arguments: object) -> tuple[int, dict[str, Any], str]:
-    result = run(saved_generator(), "--device", "cpu", "--iters", 2, "--json", "r.json", *arguments)
+    short = ("--device", "cpu", "--warmup", 0, "--iters", 2)
+    result = run(saved_generator(), *short, "--json", "r.json", *arguments)
     return result.exit_code, json.loads(Path("r.json").read_text()), result.output
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from cli_cases import process, run
+from cli_cases import finished, process, run
 from torch import Tensor, nn
 
 import tconv_swap
@@ -105,7 +105,8 @@ class TestBench:
 
     def test_a_pipe_may_be_written_to(self) -> None:
         with process("bench", "--only", "nothing", "--json", "/dev/stdout") as running:
-            assert json.loads(running.communicate(timeout=60)[0])["outcome"] == "error"
+            assert running.stdout is not None
+            assert json.load(running.stdout)["outcome"] == "error"
 
     def test_interrupted_it_leaves_nothing_half_written_and_exits_130(self, tmp_path: Path) -> None:
         target = tmp_path / "r.json"
@@ -244,9 +245,7 @@ class TestWords:
     def test_completion(self, words: str, expected: set[str]) -> None:
         place = str(len(words.split(" ")) - 1)
         environment = {"_TCONV_SWAP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
-        with process(**environment) as running:
-            out, _ = running.communicate(timeout=60)
-        assert set(out.split()) == expected
+        assert set(finished(**environment).stdout.split()) == expected
 
     @pytest.mark.parametrize(
         "command", ["swap", "demo", "bench", "explain", "doctor", "cache", "cache clear"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import REPOSITORY, run
+from cli_cases import run
+from forked import run_python
 
 from tconv_swap.cli import diagnosis
 from tconv_swap.runtime import cache as cache_module
@@ -145,9 +144,7 @@ class TestUnusableCache:
             "if os.fork() == 0: raise SystemExit\n"
             "os.wait(); assert (c() / 'kernels').is_dir(); print(c())"
         )
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
+        done = run_python("-c", code, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")})
+        assert done.returncode == 0, done.stderr
         assert Path(done.stdout.strip()).parent == tmp_path / "temporary"
         assert list((tmp_path / "temporary").iterdir()) == []

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_cases import REPOSITORY, files, process, run, saved_generator
+from cli_cases import REPOSITORY, command, environment, files, process, run, saved_generator
+from forked import run_python
 
 from tconv_swap.cli import workflow
 from tconv_swap.cli.outcome import ExitCode
@@ -39,9 +41,7 @@ print("it goes on")
 )
 def test_code_that_catches_the_exception_does_not_hide_the_signal(number: int | None, raised: str) -> None:
     argument = str(int(number or signal.SIGCONT))
-    done = subprocess.run(
-        [sys.executable, "-c", SWALLOWED, argument], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_python("-c", SWALLOWED, argument, env=environment())
     assert done.stdout == ("it goes on\n" if number is None else "swallowed\n")
     assert raised in done.stderr
     assert done.returncode == {signal.SIGINT: -signal.SIGINT, signal.SIGTERM: 143, None: 0}[number]
@@ -82,8 +82,7 @@ def test_a_program_that_imports_the_library_keeps_its_own_signals() -> None:
         "import signal; before = [signal.getsignal(n) for n in (2, 15)]; import tconv_swap.cli\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before; print('kept')"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, check=False)
     assert done.stdout == b"kept\n", done.stderr
 
 
@@ -105,20 +104,42 @@ class Net(nn.Sequential):
 """
 
 
+def interpreter(*words: str) -> subprocess.Popen[str]:
+    """Starts the command as `process` does, by an interpreter that starts too."""
+    return subprocess.Popen(
+        command(*words),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # If the tests were started in the background, SIGINT is ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 @pytest.mark.parametrize(
-    ("number", "late"), [(signal.SIGINT, "atexit.register(tell)"), (signal.SIGTERM, "late = Late()")]
+    ("number", "late", "start"),
+    [
+        (signal.SIGINT, "atexit.register(tell)", process),
+        (signal.SIGTERM, "late = Late()", process),
+        (signal.SIGINT, "late = Late()", interpreter),
+    ],
 )
 def test_a_signal_during_the_teardown_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, late: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    late: str,
+    start: Callable[..., Any],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(
         TEARDOWN + late + "\ndef build():\n    return Net(nn.ConvTranspose2d(4, 3, 2))\n"
     )
     torch.save(torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 3, 2)).state_dict(), "weights.pt")
-    words = ("weights.pt", "--model", "net.py:build", "--dry-run", "--json", "r.json", "--device", "cpu")
-    with process(*words) as running:
-        assert running.stderr is not None
+    short = ("--dry-run", "--no-backward", "--device", "cpu")
+    words = ("weights.pt", "--model", "net.py:build", "--json", "r.json", *short)
+    with start(*words) as running:
         assert "teardown\n" in iter(running.stderr.readline, "")
         running.send_signal(number)
         rest = running.stderr.read()
@@ -151,9 +172,9 @@ def test_the_message_names_exactly_the_files_that_exist(
 
 
 def test_the_codes_are_in_every_help() -> None:
-    for command in ("swap", "demo", "bench", "explain", "tune", "doctor"):
-        words = run(command, "--help").stdout.split()
-        assert {"130", "143"} <= set(words), command
+    for name in ("swap", "demo", "bench", "explain", "tune", "doctor"):
+        words = run(name, "--help").stdout.split()
+        assert {"130", "143"} <= set(words), name
 
 
 class TestSignalsOfThisProcess:

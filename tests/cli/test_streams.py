@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from cli_cases import command, environment, saved_generator
+from cli_cases import environment, finished, saved_generator
+from forked import run_python
 from torch import nn
 
 from tconv_swap.cli.outcome import ExitCode
@@ -23,12 +22,6 @@ CPU = ("--device", "cpu", "--no-benchmark", "--no-backward")
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return saved_generator()
-
-
-def shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", script], env=environment() | variables, capture_output=True, text=True, check=False
-    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +36,8 @@ def shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_stderr_that_cannot_be_written_changes_no_exit_code(
     model: Path, words: tuple[str, ...], code: int
 ) -> None:
-    done = shell(f"{shlex.join(command(*words))} 2> /dev/full")
+    with open("/dev/full", "wb") as full:
+        done = finished(*words, stderr=full.fileno())
     assert done.returncode == code
     assert ("VERIFIED" in done.stdout) == (code == 0)
 
@@ -52,14 +46,16 @@ def test_a_stderr_that_cannot_be_written_changes_no_exit_code(
 @pytest.mark.parametrize("words", [("--help",), ("bench", "--list"), ("model.pt", "--help")])
 def test_a_reader_that_stops_changes_no_exit_code(model: Path, words: tuple[str, ...], letters: str) -> None:
     # The reader is gone before the first letter is written.
-    script = f"{{ sleep 0.2; {shlex.join(command(*words))}; echo $? >&2; }} | true"
-    done = shell(script, PYTHONIOENCODING=letters)
-    assert done.stderr == "0\n"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = finished(*words, stdout=writing, PYTHONIOENCODING=letters)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("columns", ["0", "wide"])
 def test_an_impossible_width_is_ignored(model: Path, columns: str) -> None:
-    done = shell(shlex.join(command("model.pt", *CPU)), COLUMNS=columns)
+    done = finished("model.pt", *CPU, COLUMNS=columns)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.search(r"^result +VERIFIED", done.stdout, re.MULTILINE)
@@ -70,7 +66,7 @@ def test_an_impossible_width_is_ignored(model: Path, columns: str) -> None:
 def test_a_device_that_is_full_is_named(model: Path, option: str) -> None:
     os.symlink("/dev/full", "full.md")
     target = "/dev/full" if option == "--json" else "full.md"
-    done = shell(shlex.join(command("model.pt", *CPU, option, target)))
+    done = finished("model.pt", *CPU, option, target)
     assert done.returncode == ExitCode.CANNOT_WRITE
     last = done.stderr.splitlines()[-1]
     assert last == f"tconv-swap: error: {option}: {target} cannot be written (No space left on device)"
@@ -99,21 +95,19 @@ def test_output_of_a_network_is_not_in_the_result(model: Path, quiet: tuple[str,
     make = (
         "import torch, printing; torch.save(printing.Printing(torch.nn.ConvTranspose2d(4, 3, 2)), 'model.pt')"
     )
-    assert (
-        shell(f"PYTHONPATH=$PYTHONPATH:. {shlex.quote(command()[0])} -c {shlex.quote(make)}").returncode == 0
-    )
-    done = shell(shlex.join(command("model.pt", "--module", "printing.py", "--json", "-", *CPU, *quiet)))
+    assert run_python("-c", make, env=environment()).returncode == 0
+    done = finished("model.pt", "--module", "printing.py", "--json", "-", *CPU, *quiet)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["outcome"] == "verified"
     for words in ("imported", "said by Python", "said by the system", "said by a process"):
         assert words in done.stderr
-    report = shell(shlex.join(command("explain", "model.pt", "--module", "printing.py", "--device", "cpu")))
+    report = finished("explain", "model.pt", "--module", "printing.py", "--device", "cpu")
     assert report.stdout.startswith("inputs: ")
     assert "said" not in report.stdout
 
 
 def test_output_before_and_after_the_work_goes_to_stdout(model: Path) -> None:
     torch.save(nn.Sequential(nn.Linear(2, 2)), "model.pt")
-    done = shell(shlex.join(command("model.pt")))
+    done = finished("model.pt")
     assert done.returncode == ExitCode.NOTHING_TO_SWAP
     assert "nothing to swap" in done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,7 +12,9 @@ from typing import Any, NamedTuple
 import matplotlib.image
 import pytest
 import torch
+from forked import run_python
 from torch import nn
+from way_cases import time_ways_briefly
 
 from tconv_swap import op
 from tconv_swap.measurement.modes import MODES
@@ -43,7 +43,7 @@ CASES = [
     Case("cyclegan", "--size 32 --width 4", layers=4),
     Case("vae", "--size 32 --width 4 --batch 4", layers=4),
     Case("unet", "--size 32 --width 4", layers=4),
-    Case("mask_rcnn", "--size 64 --batch 1", layers=1),
+    Case("mask_rcnn", "--size 64 --batch 1 --boxes 4", layers=1),
 ]
 each_example = pytest.mark.parametrize("case", CASES, ids=[case.example for case in CASES])
 
@@ -64,7 +64,7 @@ def example(name: str) -> ModuleType:
 
 
 def run(case: Case, device: str, *more: str) -> Any:
-    options = f"{case.options} --steps {STEPS} --iters 1 --device {device}"
+    options = f"{case.options} --steps {STEPS} --warmup 0 --iters 1 --device {device}"
     return example(case.example).main([*options.split(), *more])
 
 
@@ -126,15 +126,8 @@ def test_a_wrong_operator_fails_the_example(
 
 def test_runs_as_a_command() -> None:
     case = CASES[0]
-    command = [sys.executable, "examples/dcgan.py", *case.options.split(), "--steps", "1", "--iters", "1"]
-    result = subprocess.run(
-        [*command, "--device", "cpu"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = f"{case.options} --steps 1 --warmup 0 --iters 1 --device cpu"
+    result = run_python(str(ROOT / "examples" / "dcgan.py"), *options.split(), env=os.environ)
     assert result.returncode == 0, result.stderr
     assert f"Layers swapped: {case.layers}\n" in result.stdout
 
@@ -153,7 +146,10 @@ def best_way(device: str, directory: Path, capsys: pytest.CaptureFixture[str]) -
         assert best == pytest.approx(today, rel=LOSS_TOLERANCE)
 
 
-def test_the_best_way_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_way_trains_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time_ways_briefly(monkeypatch)
     best_way("cpu", tmp_path, capsys)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import pickle
 import random
 import zipfile
 from collections.abc import Callable
@@ -268,17 +269,18 @@ def test_networks_with_one_replaced_record(tmp_path: Path, which: int) -> None:
         data = {
             name.rpartition("data/")[2]: archive.read(name) for name in archive.namelist() if "/data/" in name
         }
+    read = pickle.dumps(read_content(examine(tmp_path / "honest.pt")).pickle.root)
     loaded = 0
-    for seed in range(300):
+    for seed in range(200):
         chance = random.Random(seed)
-        root = read_content(examine(tmp_path / "honest.pt")).pickle.root
+        root = pickle.loads(read)
         attack.changed(chance, root)
         try:
             content = pickled(root)
         except attack.UnwritableError:
             continue
         loaded += attempt(save(tmp_path / "model.pt", content, data))
-    assert 10 < loaded < 290
+    assert 10 < loaded < 190
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -293,7 +295,7 @@ def test_random_changes_of_bytes(tmp_path: Path, which: int, how: dict[str, Any]
             content = {name: archive.read(name) for name in archive.namelist()}
     path = tmp_path / "model.pt"
     loaded = 0
-    for seed in range(200):
+    for seed in range(120):
         chance = random.Random(seed)
         name = next((name for name in content if name.endswith("data.pkl")), "")
         changed = bytearray(content[name] if content else whole.getvalue())

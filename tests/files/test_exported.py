@@ -51,7 +51,8 @@ def test_a_program_is_swapped_verified_and_saved(tmp_path: Path, decomposed: boo
     torch.testing.assert_close(loaded.module()(x), model(x))
 
     # The result is a program again: found to be swapped, partly swapped, unswapped.
-    again = CliRunner().invoke(app, [str(out), "--unsafe-pickle", "--no-benchmark", "--exclude", "4"])
+    short = ("--unsafe-pickle", "--no-benchmark", "--no-backward")
+    again = CliRunner().invoke(app, [str(out), *short, "--exclude", "4"])
     assert again.exit_code == 0, again.output
     assert "--out-format" in one_line(run(path, "--unsafe-pickle", "--out-format", "state_dict"), 2)
     back = exported.unswap_program(loaded)
@@ -213,7 +214,8 @@ def test_layers_outside_of_control_flow_are_swapped(tmp_path: Path) -> None:
     model = Branches(True).eval()
     path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
     torch.export.save(torch.export.export(model, (torch.randn(2, 4, 5, 6),)), path)
-    result = CliRunner().invoke(app, [str(path), "--unsafe-pickle", "--no-benchmark", "--out", str(out)])
+    short = ("--unsafe-pickle", "--no-benchmark", "--no-backward")
+    result = CliRunner().invoke(app, [str(path), *short, "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert " ".join(result.stdout.split()).count(INSIDE) == 2
     assert "Warning" not in result.stderr

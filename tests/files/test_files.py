@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from file_cases import REPOSITORY, one_line, run
+from file_cases import one_line, run
+from forked import run_python
 from torch import nn
 
 import tconv_swap
@@ -99,7 +99,7 @@ def test_module_lets_the_classes_of_a_file_be_used(network: nn.Module, source: P
     refused = run(path)
     assert "would execute code" in one_line(refused, 3)
     assert not source.with_suffix(".executed").exists()
-    result = run(path, "--module", source, "--out", out)
+    result = run(path, "--module", source, "--out", out, "--no-backward")
     assert result.exit_code == 0, result.output
     assert source.with_suffix(".executed").exists()
     again = load_model(out, module=source).model
@@ -128,9 +128,7 @@ def test_the_snippet_loads_the_written_file(network: nn.Module, source: Path) ->
     result = run(path, "--module", source, "--out", out, "--json", "-")
     snippet = json.loads(result.stdout)["facts"]["load_snippet"]
     code = f"{snippet}\nprint(sum(isinstance(m, tconv_swap.ConvTranspose2d) for m in model.modules()))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
-    )
+    loaded = run_python("-c", code, env={})
     assert loaded.stdout.strip() == "2", loaded.stderr
 
 
@@ -237,7 +235,9 @@ def test_weights_are_loaded_into_a_network(
     refused = run(path)
     assert "--model module:factory" in one_line(refused, 3)
     assert not source.with_suffix(".executed").exists()
-    result = run(path, "--model", f"{source}:build", "--out", out, "--out-format", out_format)
+    result = run(
+        path, "--model", f"{source}:build", "--out", out, "--out-format", out_format, "--no-backward"
+    )
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "are in the network that" in text

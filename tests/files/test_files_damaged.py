@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from file_cases import REPOSITORY, exported_network, one_line, run
+from file_cases import exported_network, one_line, run
+from forked import run_python
 from torch import nn
 
 import tconv_swap
@@ -59,13 +58,8 @@ def test_a_file_that_unpacks_to_more_than_the_memory(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(1 << 14, 1 << 12), tmp_path / "big.pt")
     for name in ("bomb.pt", "big.pt"):
         # In a process of its own: one that has run other tests may hold as much as the file needs, free already.
-        result = subprocess.run(
-            [sys.executable, "-c", WITH_64_MIB_FREE, str(tmp_path / name), "--no-benchmark"],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        words = (str(tmp_path / name), "--no-benchmark")
+        result = run_python("-c", WITH_64_MIB_FREE, *words, env={**os.environ, "HOME": str(tmp_path)})
         assert (result.returncode, result.stdout) == (3, ""), result.stderr
         assert "needs more memory than is free" in " ".join(result.stderr.split())
         assert "Traceback" not in result.stderr
@@ -129,18 +123,20 @@ def test_the_two_networks_share_their_parameters_and_nothing_that_a_run_changes(
     ]
 
 
+WITH_A_FULL_DISK = """
+import resource
+from tconv_swap.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+main()
+"""
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """The system itself refuses to write more than 4 KiB: exit code 5, and nothing is left behind."""
     source, out = tmp_path / "model.pt", tmp_path / "fast.pt"
     torch.save(nn.Sequential(nn.ConvTranspose2d(16, 16, 4)), source)
-    result = subprocess.run(
-        [sys.executable, "-m", "tconv_swap", str(source), "--out", str(out), "--no-benchmark"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = (str(source), "--out", str(out), "--no-benchmark")
+    result = run_python("-c", WITH_A_FULL_DISK, *words, env={**os.environ, "HOME": str(tmp_path)})
     assert result.returncode == 5, result.stderr
     assert "cannot be written" in result.stderr
     assert "Traceback" not in result.stderr

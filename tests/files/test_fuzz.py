@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
@@ -220,6 +221,9 @@ def test_random_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     check = Check("eval", "output", "", 0.0, 0.0, 1.0, True)
     monkeypatch.setattr("tconv_swap.cli.workflow.verify", lambda *_, **__: VerifyReport([check]))
     monkeypatch.setattr("tconv_swap.cli.workflow.benchmark", lambda *_, **__: None)
+    # As in a process of its own, the options are declared once.
+    command_line = typer.main.get_command(app)
+    monkeypatch.setattr("typer.testing._get_command", lambda _: command_line)
     generator = random.Random(7)
     codes = set()
     for number in range(RUNS):

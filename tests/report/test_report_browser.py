@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.image import imread
@@ -25,8 +24,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 
 
 @pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
-    return to_json_dict(**full_case())
+def content() -> str:
+    return page(to_json_dict(**full_case()))
 
 
 def in_chromium(file: Path, scheme: str, width: int, *options: str) -> str:
@@ -46,10 +45,7 @@ def in_chromium(file: Path, scheme: str, width: int, *options: str) -> str:
 class TestBrowser:
     @pytest.mark.parametrize("width", [1100, 520])
     @pytest.mark.parametrize("scheme", SCHEMES)
-    def test_readable_in_light_and_dark(
-        self, scheme: str, width: int, document: dict[str, Any], tmp_path: Path
-    ) -> None:
-        content = page(document)
+    def test_readable_in_light_and_dark(self, scheme: str, width: int, content: str, tmp_path: Path) -> None:
         policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', content)
         assert policy is not None  # which forbids the probe too
         probed = content.replace(policy[0], "").replace("</body>", f"<script>{PROBE}</script></body>")
@@ -70,10 +66,10 @@ class TestBrowser:
 
     @pytest.mark.parametrize("scheme", SCHEMES)
     def test_a_screenshot_is_light_or_dark_and_shows_both_bars(
-        self, scheme: str, document: dict[str, Any], tmp_path: Path
+        self, scheme: str, content: str, tmp_path: Path
     ) -> None:
         file = tmp_path / "report.html"
-        file.write_text(page(document))
+        file.write_text(content)
         in_chromium(file, scheme, 1100, f"--screenshot={tmp_path / 'shot.png'}")
         pixels = imread(tmp_path / "shot.png")[..., :3]
         assert (pixels.mean() > 0.5) == (scheme == "light")

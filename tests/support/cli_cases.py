@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked import CAPTURED, Forked, run_python, start_python
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -57,13 +56,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
-def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tconv_swap", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # If the tests were started in the background, SIGINT is ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def finished(*arguments: object, stdout: int = CAPTURED, stderr: int = CAPTURED, **more: str) -> Any:
+    """Runs the command in a process of its own. Returns a subprocess.CompletedProcess."""
+    words = map(str, arguments)
+    return run_python("-m", "tconv_swap", *words, env=environment() | more, stdout=stdout, stderr=stderr)
+
+
+def process(*arguments: object, **more: str) -> Forked:
+    """Starts the command in a process of its own."""
+    return start_python("-m", "tconv_swap", *map(str, arguments), env=environment() | more)

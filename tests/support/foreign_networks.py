@@ -232,7 +232,7 @@ def monai_unet() -> nn.Module:
 def linknet() -> nn.Module:
     from segmentation_models_pytorch import Linknet
 
-    return Linknet("resnet18", encoder_depth=3, encoder_weights=None)
+    return Linknet("timm-regnetx_002", encoder_depth=3, encoder_weights=None)
 
 
 FOREIGN: dict[str, Foreign] = {
