@@ -17,7 +17,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_g
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 
 #: Files whose last tests read what the first ones have saved, or have planned.
-TOGETHER = ("test_foreign.py", "test_epilogue.py")
+TOGETHER = ("test_foreign.py", "test_epilogue.py", "test_kernels_compile.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -48,11 +48,11 @@ def test_every_size_that_is_claimed_has_a_part(layer: Layer) -> None:
     rng = random.Random(layer.name)
     for dtype, precision in MODES:
         for channels_last in (False, True):
-            for device in (H200, AMPERE):
-                for geometry in (random_sizes(rng, layer.geometry) for _ in range(10)):
-                    problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                    claimed = grad_weight_implicit_gemm.claims(problem, device)
-                    assert planned(problem, device, False) or not claimed
+            device = rng.choice((H200, AMPERE))
+            for geometry in (random_sizes(rng, layer.geometry) for _ in range(10)):
+                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+                claimed = grad_weight_implicit_gemm.claims(problem, device)
+                assert planned(problem, device, False) or not claimed
 
 
 def test_the_output_padding_is_an_argument() -> None:
