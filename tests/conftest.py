@@ -47,13 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n`, a process takes the next test; the tests of a file in TOGETHER stay in one process."""
+    """With `pytest -n`, a process takes the next test; the tests of a file in TOGETHER stay in one process, and without
+    a GPU those of a function: most are so short that a message for each would take longer."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return path if Path(path).name in TOGETHER else nodeid
+            if Path(path).name in TOGETHER:
+                return path
+            return nodeid if torch.cuda.is_available() else nodeid.partition("[")[0]
 
     return Scheduling(config, log)
 

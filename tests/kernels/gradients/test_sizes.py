@@ -55,7 +55,7 @@ SIZES = {
 }
 MAX_KERNELS = 4
 #: How many of a layer's random sizes are planned for both gradients in one call.
-SIZES_OF_BOTH = 60
+SIZES_OF_BOTH = 40
 #: The gradient of the input, of the weight, and both.
 MASKS: tuple[Mask, ...] = ((True, False, False), (False, True, False), (True, True, False))
 
