@@ -28,7 +28,6 @@ from tconv_swap.files.content import read_content
 from tconv_swap.files.fileformat import examine
 from tconv_swap.files.loading import LoadError, UntrustedError, load_model
 from tconv_swap.files.records import Call, GlobalName, Items, Record
-from tconv_swap.memory import within_free_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -151,8 +150,6 @@ CHAINS: dict[str, Callable[[], Record]] = {
 def _warm() -> None:
     """What PyTorch imports and compiles at its first use of anything is not the files' doing."""
     codecs.lookup("raw-unicode-escape")
-    with within_free_memory():
-        pass
     for model in (*honest(), generator(), nn.DataParallel(nn.Identity())):
         attack.use(model)
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tconv_swap import flops
 from tconv_swap.files.known import Kind, network_names
 from tconv_swap.files.records import Call, GlobalName, Items, Record, Reference
+from tconv_swap.memory import within_free_memory
 from tconv_swap.surgery import plan_swap
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -180,6 +182,11 @@ _STORAGES = {
 
 _seen: list[str] = []
 _watching = False
+# What the package imports at its first use is not the files' doing.
+flops.register()
+with within_free_memory():
+    pass
+
 _NEVER = ("exec", "compile", "import", "marshal.", "code.", "function.__new__", "subprocess.", "socket.", "ctypes.",
           "shutil.", "pty.", "webbrowser.", "urllib.", "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork",
           "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.kill", "os.putenv",
