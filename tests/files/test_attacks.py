@@ -268,7 +268,7 @@ def test_networks_with_one_replaced_record(tmp_path: Path, which: int) -> None:
         }
     read = pickle.dumps(read_content(examine(tmp_path / "honest.pt")).pickle.root)
     loaded = 0
-    for seed in range(200):
+    for seed in range(300):
         chance = random.Random(seed)
         root = pickle.loads(read)
         attack.changed(chance, root)
@@ -277,7 +277,7 @@ def test_networks_with_one_replaced_record(tmp_path: Path, which: int) -> None:
         except attack.UnwritableError:
             continue
         loaded += attempt(save(tmp_path / "model.pt", content, data))
-    assert 10 < loaded < 190
+    assert 10 < loaded < 290
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -292,7 +292,7 @@ def test_random_changes_of_bytes(tmp_path: Path, which: int, how: dict[str, Any]
             content = {name: archive.read(name) for name in archive.namelist()}
     path = tmp_path / "model.pt"
     loaded = 0
-    for seed in range(120):
+    for seed in range(200):
         chance = random.Random(seed)
         name = next((name for name in content if name.endswith("data.pkl")), "")
         changed = bytearray(content[name] if content else whole.getvalue())

@@ -148,7 +148,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
-    for _, posed, tile in cases(seed, 6):
+    for _, posed, tile in cases(seed, 9):
         found, wanted = emulated(posed, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
 

@@ -44,6 +44,7 @@ ENTRIES = (
     "grad_input_implicit_gemm_wgmma",
     "grad_input_implicit_gemm_mma",
 )
+SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "TILES_H", "TILES_W", "OUT_PIXELS"}
 
 
 def with_output_padding(rng: random.Random, layer: Geometry) -> Geometry:
@@ -74,6 +75,19 @@ def test_a_layer_has_at_most_four_kernels_of_a_family(layer: Layer, device: plan
                 for part in parts_of(problem, 1, device):
                     kernels.setdefault(part.family, set()).add(computing(part))
             assert all(len(found) <= 4 for found in kernels.values()), kernels
+
+
+def test_no_size_is_compiled_in() -> None:
+    seen = set()
+    for layer in LAYERS:
+        for dtype, precision in MODES:
+            for channels_last in (False, True):
+                problem = plan.Problem(layer.geometry, dtype, precision, channels_last, channels_last)
+                for part in parts_of(problem, 8):
+                    for one in part.launches:
+                        assert not SIZES & dict(one.kernel.constants).keys()
+                    seen.add(computing(part).entry)
+    assert seen == set(ENTRIES)
 
 
 def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> Iterator[Part]:

@@ -42,16 +42,49 @@ def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list
     return im2col + grad_weight_implicit_gemm.implicit_gemm_parts(problem, device, with_bias, 1)
 
 
+@pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_every_size_that_is_claimed_has_a_part(layer: Layer) -> None:
+def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> None:
     rng = random.Random(layer.name)
     for dtype, precision in MODES:
         for channels_last in (False, True):
-            device = rng.choice((H200, AMPERE))
-            for geometry in (random_sizes(rng, layer.geometry) for _ in range(10)):
+            computing: set[Kernel] = set()
+            reducing_launches: dict[str, set[Kernel]] = {}
+            for _ in range(60):
+                geometry = random_sizes(rng, layer.geometry)
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                claimed = grad_weight_implicit_gemm.claims(problem, device)
-                assert planned(problem, device, False) or not claimed
+                parts = planned(problem, device, False)
+                assert parts or not grad_weight_implicit_gemm.claims(problem, device)
+                for part in parts:
+                    computing.add(part.launches[0].kernel)
+                    for one in part.launches[1:]:
+                        reducing_launches.setdefault(one.kernel.entry, set()).add(one.kernel)
+            assert len(computing) <= 4, computing
+            assert all(len(found) <= 4 for found in reducing_launches.values()), reducing_launches
+
+
+def test_no_size_is_compiled_in() -> None:
+    names = {
+        "BATCH",
+        "HEIGHT",
+        "WIDTH",
+        "OUT_HEIGHT",
+        "OUT_WIDTH",
+        "SPLITS",
+        "FLUSH",
+        "THROUGH_WORKSPACE",
+        "MERGED",
+    }
+    done = 0
+    for layer in LAYERS:
+        for channels_last in (False, True):
+            problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
+            posed = (problem, replace(problem, dtype=torch.float32, precision="tf32"))
+            parts = [part for one in posed for part in planned(one, H200, False)]
+            for one in (launch for part in parts for launch in part.launches):
+                assert not names & dict(one.kernel.constants).keys()
+                done += 1
+    assert done
 
 
 def test_the_output_padding_is_an_argument() -> None:
