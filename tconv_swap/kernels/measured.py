@@ -69,11 +69,12 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     if device.compute_capability != 90:
         return None
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
-    # Of maps of one row, only layers with strides and maps of one pixel were measured.
-    one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
+    # Of maps of one row, only layers with strides were slower; on maps of one pixel ours was 2.2 to 3.3 times as fast
+    # (three layers).
+    one_row = geometry.height == 1 and max(geometry.stride) > 1
     if family == IMPLICIT_GEMM and not problem.channels_last:
         if precision == "tf32" and one_row:
-            return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
+            return _WHY.format(what="maps of one row in NCHW with TF32", speedup="0.65 to 0.82")
         if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
             return _WHY.format(what="wide strides and gaps in NCHW without TF32", speedup="0.87")
     if not problem.channels_last or precision == "ieee" or geometry.groups > 1:

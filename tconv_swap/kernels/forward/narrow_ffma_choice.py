@@ -71,7 +71,7 @@ def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile
         # Wide loads are faster whatever else a tile is.
         found = [tile for tile in found if tile.load > 1] or found
     if len(found) > 1:
-        found.sort(key=lambda tile: _expected(problem, tile, device))
+        found.sort(key=lambda tile: expected_time(problem, tile, device))
     if len(found) < count:
         of_size = max(
             one
@@ -122,7 +122,7 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
     ]
     sizes = [sized for sized in sizes if min(sized.geometry.out_height, sized.geometry.out_width) > 0]
     tiles = dict.fromkeys(tile for sized in sizes for tile in rank(sized, device, multiples)[:COMPETITORS])
-    times = {tile: [_expected(sized, tile, device) for sized in sizes] for tile in tiles}
+    times = {tile: [expected_time(sized, tile, device) for sized in sizes] for tile in tiles}
     return select_covering(times, [FIRST_WEIGHT, *[1.0] * (len(sizes) - 1)], (), most)
 
 
@@ -142,7 +142,7 @@ def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[T
     return []
 
 
-def _expected(problem: Problem, tile: Tile, device: Device) -> float:
+def expected_time(problem: Problem, tile: Tile, device: Device) -> float:
     """Returns the expected time of a tile in microseconds."""
     return _time(problem, tile, footprint(problem.geometry, tile, problem.channels_last), device)
 

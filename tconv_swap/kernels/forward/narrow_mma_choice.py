@@ -52,7 +52,7 @@ def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile
     # Copies and stores of 16 bytes are faster whatever else a tile is.
     found = sorted(
         (tile for tile in schedules(layer, device, most) if is_right(problem.geometry, tile)),
-        key=lambda tile: (-tile.row_multiple, -tile.out_row_multiple, _expected(problem, tile)),
+        key=lambda tile: (-tile.row_multiple, -tile.out_row_multiple, expected_time(problem, tile)),
     )
     if len(found) < count:
         found = list(dict.fromkeys([*found, *rank(problem, device)]))
@@ -104,7 +104,7 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
     ]
     largest = max((sized for sized, _ in sizes), key=lambda sized: sized.geometry.width)
     times = {
-        tile: [_expected(sized, tile) for sized, _ in sizes]
+        tile: [expected_time(sized, tile) for sized, _ in sizes]
         for tile in candidates(largest, device, multiples)
     }
     finalists: set[Tile] = set()
@@ -119,10 +119,10 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
 def rank(problem: Problem, device: Device, multiples: tuple[int, int] | None = None) -> list[Tile]:
     """Returns all tiles for this size, or for rows of such multiples, the one that is expected to be the fastest
     first."""
-    return sorted(candidates(problem, device, multiples), key=lambda tile: _expected(problem, tile))
+    return sorted(candidates(problem, device, multiples), key=lambda tile: expected_time(problem, tile))
 
 
-def _expected(problem: Problem, tile: Tile) -> float:
+def expected_time(problem: Problem, tile: Tile) -> float:
     return microseconds(problem.geometry, tile, problem.dtype.itemsize, problem.channels_last)
 
 

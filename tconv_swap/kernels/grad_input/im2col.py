@@ -13,7 +13,7 @@ from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_cho
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
-from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
+from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -31,8 +31,6 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "im2col"
-#: The fewest channels of a group, on either side: with fewer it was not measured.
-MIN_CHANNELS = 32
 #: The fewest multiply-adds for each element of grad_output at which copying grad_output to padded rows pays (measured).
 MIN_MACS_PER_PADDED = 768
 _PAD_THREADS = 256
@@ -43,12 +41,7 @@ _PAD_EACH = 8
 def claims(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if not may_load(problem, device):
-        return False
-    if problem.input_channels_last or problem.output_channels_last or problem.weight_channels_last:
-        return False
-    weights = geometry.in_channels_per_group * geometry.taps
-    if weights * problem.item % grad_input_im2col_tile.ALIGNMENT:
+    if not grad_input_im2col_choice.claims_layer(problem, device):
         return False
     if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
@@ -66,8 +59,9 @@ def aligned(problem: StridedProblem) -> bool:
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     geometry = problem.geometry
-    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    if channels < MIN_CHANNELS or not claims(problem, device):
+    if not claims(problem, device):
+        return []
+    if not grad_input_im2col_choice.kernel_count(of_any_size(problem), device):
         return []
     grad_output_elements = geometry.batch * geometry.in_channels * geometry.height * geometry.width
     if (

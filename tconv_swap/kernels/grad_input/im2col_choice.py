@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from tconv_swap.kernels.common.schedules import PATCHES, select_covering
 from tconv_swap.kernels.grad_input.im2col_tile import (
+    ALIGNMENT,
     MULTIPLY_MACS,
     Im2colTile,
     clocks,
@@ -27,12 +28,14 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     sized,
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_im2col
-from tconv_swap.kernels.grad_input.tma_gemm import for_size
+from tconv_swap.kernels.grad_input.tma_gemm import for_size, may_load
 from tconv_swap.kernels.problem import Device
 
+#: The fewest channels of a group, on either side: with fewer it was not measured.
+MIN_CHANNELS = 32
 #: How many times as long as its multiplies a problem may be expected to take: with more,
 #: grad_input/implicit_gemm_wgmma.cu was as fast (measured).
-MAX_CLOCKS_PER_MULTIPLY = 3.3
+MAX_CLOCKS_PER_MULTIPLY = 4.4
 #: The same for grad_input/implicit_gemm_wgmma.cu, which computes the sizes for which a layer has no tile (measured on
 #: 4 x 4 maps).
 FALLBACK_CLOCKS_PER_MULTIPLY = 5.8
@@ -47,6 +50,27 @@ MIN_CLOCKS = 10000
 
 #: A tile, and how many passes over the banks of shared memory a load of its im2col operand takes on average.
 Schedule = tuple[Im2colTile, float]
+
+
+def claims_layer(layer: StridedProblem, device: Device) -> bool:
+    """Returns whether the kernel computes some size of the layer."""
+    geometry = layer.geometry
+    if layer.input_channels_last or layer.output_channels_last or layer.weight_channels_last:
+        return False
+    weights = geometry.in_channels_per_group * geometry.taps
+    return weights * layer.item % ALIGNMENT == 0 and may_load(layer, device)
+
+
+@lru_cache(maxsize=1024)
+def kernel_count(layer: StridedProblem, device: Device) -> int:
+    """Returns how many kernels a layer (``of_any_size``) has over all its sizes: none if others are expected to be
+    faster at all that represent them."""
+    geometry = layer.geometry
+    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    if channels < MIN_CHANNELS or not claims_layer(layer, device):
+        return 0
+    found = schedules(layer, device)
+    return len(found) if any(_ranked(found, size, device) for size in _sizes_of(layer)[0]) else 0
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Im2colTile]:
@@ -80,9 +104,7 @@ def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
 def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """Returns the tiles of a layer (``of_any_size``): those that bring the expected times of ``representatives``
     closest to the best of all tiles."""
-    sizes, weights = representatives(layer)
-    if layer.geometry.kernel == layer.step and not layer.one_pixel:
-        sizes, weights = [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
+    sizes, weights = _sizes_of(layer)
 
     def times(tile: Im2colTile, passes: float) -> list[float]:
         return [_expected_clocks(tile, passes, size, device) for size in sizes]
@@ -104,6 +126,14 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
         found[best, passes] = times(best, passes)
     first = [one for one in found if max_tiles > 1 and column_block(layer, one[0]) == 1]
     return select_covering(found, weights, first, max_tiles)
+
+
+def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
+    """Returns the sizes that represent all sizes of a layer, and the weight of each."""
+    sizes, weights = representatives(layer)
+    if layer.geometry.kernel == layer.step and not layer.one_pixel:
+        return [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
+    return sizes, weights
 
 
 def _expected_clocks(tile: Im2colTile, passes: float, problem: StridedProblem, device: Device) -> float:

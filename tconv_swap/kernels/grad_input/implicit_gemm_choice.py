@@ -16,6 +16,7 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_classes import HANDICAP_SMALL
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
+from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     consumer_threads,
@@ -54,6 +55,8 @@ LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
 #: How much more a position counts that mma.sync multiplies: three products took 1.6 times as long with it.
 HANDICAP_MMA = 1.6
+#: The same where partial sums are written although there are enough tiles: that took 1.6 to 2.6 times as long.
+HANDICAP_SPLIT = 1.6
 #: Input channels of a group above which maps of 4 x 4 come before maps of 8 x 8.
 MANY_CHANNELS = 256
 
@@ -105,7 +108,11 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
         blocks = block_count(problem, one.tile) // one.tile.splits
         return 4 * blocks < 3 * device.multiprocessors
 
-    best = min([one for one in legal if not one.few] or legal, key=lambda one: one.multiplied(problem))
+    def cost(one: Schedule) -> float:
+        is_split_in_vain = one.tile.splits > 1 and not idle(one)
+        return one.multiplied(problem) * (HANDICAP_SPLIT if is_split_in_vain else 1.0)
+
+    best = min([one for one in legal if not one.few] or legal, key=cost)
     few = [one for one in legal if one.few]
     if few and best.tile.splits == 1 and idle(best):
         best = next((one for one in few if not idle(one)), few[-1])
@@ -128,24 +135,31 @@ def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:
 @lru_cache(maxsize=1024)
 def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """Returns the schedules of a layer (``of_any_size``), the one that computes any size first."""
+    share = share_of_implicit_gemm(layer, device, grad_input_im2col_choice.kernel_count(layer, device))
     found: dict[tuple[bool, Tile], Schedule] = {}
-    for one in _classes(layer, device):
-        if len(found) == share_of_implicit_gemm(layer, device):
+    for one in _classes(layer, device, share == 1):
+        if len(found) == share:
             break
         kind = one.tile if one.tile.splits == 1 else replace(one.tile, splits=2)
         found.setdefault((one.problem.aligned, kind), one)
     return tuple(found.values())
 
 
-def _classes(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
-    """Yields the schedules of all classes, those first that every layer needs."""
+def _classes(layer: StridedProblem, device: Device, is_alone: bool) -> Iterator[Schedule]:
+    """Yields the schedules of all classes, those first that every layer needs. ``is_alone``: the layer has one, beside
+    those of other families, which compute its large maps."""
     geometry = layer.geometry
     one_row = geometry.kernel[0] == layer.step[0] == 1
     large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
 
     def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
         posed = replace(sized(layer, *size), aligned=aligned)
-        for tile in islice(candidates(posed, device), 1):
+        tile = next(candidates(posed, device), None)
+        if tile is not None and tile.splits > 1 and size in (MIDDLE, large) and not few and not is_alone:
+            # Larger maps take this schedule too, and need no splits.
+            posed = replace(sized(layer, *large), aligned=aligned)
+            tile = next((one for one in candidates(posed, device) if one.splits == 1), tile)
+        if tile is not None:
             # With mma.sync, warps store pairs of columns if this constant allows it; with wgmma they test it at run
             # time.
             posed = replace(posed, even=aligned and not tile.wgmma)

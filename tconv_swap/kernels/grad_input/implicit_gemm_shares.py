@@ -15,6 +15,8 @@ MAX_KERNELS = 4
 #: The most kernels that compute NCHW beside implicit_gemm: implicit_gemm_tma from a copy in channels_last, or im2col;
 #: and the most of im2col where both do.
 MAX_TMA, MAX_IM2COL = 2, 1
+#: The copy engine loads multiples of so many channels of 16 bits.
+TMA_CHANNELS = 8
 #: The most channels of grad_output that forward/stride1.py computes.
 MAX_STRIDE1_CHANNELS = 256
 
@@ -34,14 +36,13 @@ def share_of_im2col(layer: StridedProblem, device: Device) -> int:
     return min(share_of_tma(layer, device), MAX_IM2COL if _may_be_transposed(layer) else MAX_TMA)
 
 
-def share_of_implicit_gemm(layer: StridedProblem, device: Device) -> int:
-    """Returns how many kernels implicit_gemm has."""
+def share_of_implicit_gemm(layer: StridedProblem, device: Device, of_im2col: int) -> int:
+    """Returns how many kernels implicit_gemm has beside ``of_im2col`` of im2col."""
     if layer.one_pixel:
         return 1
-    taken = 0
-    if _shared(layer, device):
-        taken = share_of_tma(layer, device)
-        taken += MAX_IM2COL if _may_be_transposed(layer) else 0
+    taken = of_im2col
+    if _shared(layer, device) and _may_be_transposed(layer):
+        taken += share_of_tma(layer, device)
     return max(1, MAX_KERNELS - _of_one_pixel(layer, device) - taken)
 
 
@@ -75,7 +76,9 @@ def _shared(layer: StridedProblem, device: Device) -> bool:
 def _may_be_transposed(layer: StridedProblem) -> bool:
     """Returns whether some sizes may be computed from copies in channels_last."""
     g = layer.geometry
-    return layer.item == 2 and min(g.in_channels_per_group, g.out_channels_per_group) >= MIN_CHANNELS
+    if layer.item != 2 or g.in_channels % TMA_CHANNELS or g.out_channels % TMA_CHANNELS:
+        return False
+    return min(g.in_channels_per_group, g.out_channels_per_group) >= MIN_CHANNELS
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:
