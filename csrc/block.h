@@ -19,10 +19,8 @@ struct NormVectors {
 };
 
 inline bool may_compute_block(const Tensor& input, const Tensor& weight, const Maybe& bias, const NormVectors& norm) {
-  auto keys = input.key_set() | weight.key_set();
-  for (const Maybe* one : {&bias, &norm.weight, &norm.bias, &norm.mean, &norm.variance})
-    if (*one) keys = keys | (*one)->key_set();
-  return is_plain(keys) &&
+  return is_plain({&input, &weight, if_there(bias), if_there(norm.weight), if_there(norm.bias), if_there(norm.mean),
+                   if_there(norm.variance)}) &&
          !torch::autograd::compute_requires_grad(input, weight, bias, norm.weight, norm.bias, norm.mean, norm.variance);
 }
 

@@ -31,12 +31,20 @@ _library.define(
     "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
     " Tensor(c!)? num_batches_tracked, Tensor? added, int[] form) -> Tensor?"
 )
+# A layer with the norm and the activation behind it. It returns the block's output and True; the layer's output and
+# False if norm and activation are still to be computed; None and False if it did nothing.
+_library.define(
+    "block_training(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias,"
+    " Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, int[] geometry, str backend,"
+    " int[] form) -> (Tensor?, bool)"
+)
 _library.define("plan_norm_call(Tensor?[] tensors, int[] form, int stage) -> int[]")
 _library.define(
     "norm_gradients_by_pytorch(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias,"
     " Tensor? output, int[] form, bool[4] mask) -> Tensor[]"
 )
 norm_activation = torch.ops.tconv_swap.norm_activation.default
+block_training = torch.ops.tconv_swap.block_training.default
 
 #: Stages, with the numbers of csrc/norm.h: a forward pass; one that saves tensors for its backward pass; a backward
 #: pass,
