@@ -270,6 +270,8 @@ def gradients_by_pytorch(
     """Returns the gradients in ``mask`` (of ``x``, weight, bias and the added tensor) by PyTorch's operators, which
     support every order, transform and mode. ``output`` is that of a sum, else None."""
     created = torch.is_grad_enabled()
+    if mask[0] and not x.requires_grad:  # x is the output of a layer without a node of its own
+        x = x.detach().requires_grad_()
     of = (x, weight, bias)
     computes = _NormCall.read(form).form
     grad = grad_output
