@@ -126,7 +126,7 @@ def test_the_graph_may_be_kept_and_changes_are_seen() -> None:
 
 
 def test_a_step_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node of a block frees what its norm needed before it computes the layer's gradients, which need the most here:
+    """The node of a block frees what its norm needed before it computes the layer's gradients, which need most here:
     the layer has few channels behind it."""
     ours = swapped(block(nn.BatchNorm2d(1), nn.ReLU()).cuda())
     x = images("cuda", batch=4096).requires_grad_()
