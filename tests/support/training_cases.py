@@ -42,7 +42,8 @@ def step(made: nn.Module, x: Tensor, autocast: torch.dtype | None = None) -> dic
     of = {name: one for name, one in (("x", x), *made.named_parameters()) if one.requires_grad}
     grad = torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output)
     gradients = torch.autograd.grad(output, tuple(of.values()), grad.to(output.dtype))
-    return {"output": output, **dict(zip(of, gradients, strict=True)), **dict(made.named_buffers())}
+    buffers = {name: one.clone() for name, one in made.named_buffers()}
+    return {"output": output, **dict(zip(of, gradients, strict=True)), **buffers}
 
 
 def node(output: Tensor) -> str:
