@@ -35,8 +35,8 @@ inline Maybe compute_block(const Tensor& input, const Tensor& weight, const Mayb
                            if_there(norm.bias),
                            if_there(norm.mean),
                            if_there(norm.variance)};
-  const auto plan = cached_or_made(key_of(BLOCK_STAGE, tensors, words, backend), [&] {
-    return by_python("tconv_swap::plan_block_call", {as_list(tensors), words, std::string(backend)}).toIntVector();
+  const auto plan = plan_of(key_of(BLOCK_STAGE, tensors, words, backend), "tconv_swap::plan_block_call", [&] {
+    return std::vector<c10::IValue>{as_list(tensors), words, std::string(backend)};
   });
   if (plan->is_pytorchs) return std::nullopt;
   return run(plan->steps.at(0), tensors).at(0).contiguous(plan->format);

@@ -170,12 +170,6 @@ Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Ten
 
 }  // namespace tconv_swap
 
-// Empties the cache of call plans: from now on every choice is made anew.
-extern "C" void tconv_forget() { tconv_swap::PlanCache::instance().forget(); }
-
-// Returns how many call plans the cache holds.
-extern "C" int64_t tconv_known() { return static_cast<int64_t>(tconv_swap::PlanCache::instance().size()); }
-
 TORCH_LIBRARY_FRAGMENT(tconv_swap, library) { library.def("launch(int program, Tensor?[] inputs) -> Tensor[]"); }
 
 // Python registers its kernels of the two ops for alias keys. A kernel for one key, as here, takes precedence.

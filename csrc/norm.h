@@ -18,9 +18,8 @@ constexpr int64_t NORM_FORWARD = 16, NORM_FORWARD_THAT_SAVES = 17, NORM_BACKWARD
 constexpr size_t AVERAGES = 0;  // the word of a form that says that num_batches_tracked is counted and gives the momentum
 
 inline std::shared_ptr<const CallPlan> plan_of_norm(int64_t stage, Tensors tensors, at::IntArrayRef form) {
-  return cached_or_made(key_of(stage, tensors, form, ""), [&] {
-    return by_python("tconv_swap::plan_norm_call", {as_list(tensors), form, stage}).toIntVector();
-  });
+  return plan_of(key_of(stage, tensors, form, ""), "tconv_swap::plan_norm_call",
+                 [&] { return std::vector<c10::IValue>{as_list(tensors), form, stage}; });
 }
 
 // ---- the backward pass -----------------------------------------------------------------------------------------
