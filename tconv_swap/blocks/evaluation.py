@@ -53,7 +53,7 @@ def block_words(
 
 
 def plan_call(tensors: Sequence[Tensor | None], words: Sequence[int], backend: str) -> list[int]:
-    """Returns the plan of a call, in the words that csrc/compute.h reads.
+    """Returns the plan of a call, in the words that csrc/compute.cpp reads.
 
     Args:
         tensors: input, weight and bias of the layer; weight, bias, running_mean and running_var of the norm, all four

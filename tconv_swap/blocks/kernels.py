@@ -113,7 +113,7 @@ def form_words(
 
 
 def plan_call(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) -> list[int]:
-    """Returns the plan of a call, in the words that csrc/compute.h reads.
+    """Returns the plan of a call, in the words that csrc/compute.cpp reads.
 
     Args:
         tensors: input, weight, bias, running_mean, running_var, num_batches_tracked and the tensor that is added before
