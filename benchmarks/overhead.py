@@ -151,6 +151,12 @@ def _both_ways(backend: Backend) -> None:
     )
 
 
+def _blocks(backend: Backend) -> list[nn.Module]:
+    """Returns a layer, a norm and an activation: PyTorch's, ours."""
+    native = nn.Sequential(nn.ConvTranspose2d(8, 8, 2, stride=2), nn.BatchNorm2d(8), nn.ReLU()).cuda()
+    return [native, tconv_swap.swap_layers(native, inplace=False, backend=backend, fuse="blocks")]
+
+
 def _first_calls(cache: str) -> str:
     environment = {**os.environ, "TCONV_SWAP_CACHE": cache}
     done = subprocess.run(
@@ -180,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with torch.no_grad(), torch.autocast("cuda", torch.float16):
             _line(f"{backend}: served, float16 autocast", _alternating(*called))
         _both_ways(backend)
+        steps = (_forward_and_backward(one, [x], False) for one in _blocks(backend))
+        _line(f"{backend}: block, forward, backward", _alternating(*steps))
         for name, autocast, layout in (
             ("NCHW", False, NCHW),
             ("channels_last, float16", True, CHANNELS_LAST),

@@ -19,10 +19,8 @@ struct NormVectors {
 };
 
 inline bool may_compute_block(const Tensor& input, const Tensor& weight, const Maybe& bias, const NormVectors& norm) {
-  auto keys = input.key_set() | weight.key_set();
-  for (const Maybe* one : {&bias, &norm.weight, &norm.bias, &norm.mean, &norm.variance})
-    if (*one) keys = keys | (*one)->key_set();
-  return is_plain(keys) &&
+  return is_plain({&input, &weight, if_there(bias), if_there(norm.weight), if_there(norm.bias), if_there(norm.mean),
+                   if_there(norm.variance)}) &&
          !torch::autograd::compute_requires_grad(input, weight, bias, norm.weight, norm.bias, norm.mean, norm.variance);
 }
 
@@ -37,8 +35,8 @@ inline Maybe compute_block(const Tensor& input, const Tensor& weight, const Mayb
                            if_there(norm.bias),
                            if_there(norm.mean),
                            if_there(norm.variance)};
-  const auto plan = cached_or_made(key_of(BLOCK_STAGE, tensors, words, backend), [&] {
-    return by_python("tconv_swap::plan_block_call", {as_list(tensors), words, std::string(backend)}).toIntVector();
+  const auto plan = plan_of(key_of(BLOCK_STAGE, tensors, words, backend), "tconv_swap::plan_block_call", [&] {
+    return std::vector<c10::IValue>{as_list(tensors), words, std::string(backend)};
   });
   if (plan->is_pytorchs) return std::nullopt;
   return run(plan->steps.at(0), tensors).at(0).contiguous(plan->format);

@@ -21,27 +21,25 @@ bool wants_derivative(const Tensor& first, const Tensor& second, const std::opti
   return torch::autograd::compute_requires_grad(first, second, third);
 }
 
+Tensor cast(const Tensor& tensor, at::DeviceType device, std::optional<at::ScalarType> dtype) {
+  return dtype && tensor.defined() && is_cast(tensor, device, *dtype) ? tensor.to(*dtype) : tensor;
+}
+
 // ---- plain tensors ---------------------------------------------------------------------------------------------
 
 Tensor output_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef geometry,
                  std::string_view backend) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto plan = plan_of_call(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
-  return compute_output(*plan, input, weight, bias, {geometry});
+  return call_layer(input, weight, bias, geometry, backend, false, std::nullopt).output;
 }
 
-Tensor differentiable_output_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                                at::IntArrayRef geometry, std::string_view backend) {
-  const auto plan = plan_of_call(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
-  // PyTorch's own node is cheaper than ours in front of its operator.
-  if (plan->is_pytorchs) return compute_output(*plan, input, weight, bias, {geometry});
-  Tensor output;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    output = compute_output(*plan, input, weight, bias, {geometry});
-  }
-  hang_node(output, input, weight, {weight, bias}, geometry, backend);
-  return output;
+Tensor output_with_node(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                        at::IntArrayRef geometry, std::string_view backend, bool differentiates,
+                        std::optional<at::ScalarType> autocast) {
+  const LayerCall made = call_layer(input, weight, bias, geometry, backend, differentiates, autocast);
+  if (made.lacks_node)
+    hang_node(made.output, torch::autograd::collect_next_edges(made.input, weight, bias.value_or(Tensor())),
+              {made.input, made.weight, weight.scalar_type(), geometry, backend});
+  return made.output;
 }
 
 std::vector<Tensor> plain_gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
@@ -81,8 +79,7 @@ Tensor output_autograd(c10::DispatchKeySet keys, const Tensor& input, const Tens
                        const std::optional<Tensor>& bias, c10::SymIntArrayRef geometry, std::string_view backend) {
   const bool differentiates = wants_derivative(input, weight, bias);
   const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
-  if (numbers && is_plain(keys))
-    return (differentiates ? differentiable_output_of : output_of)(input, weight, bias, *numbers, backend);
+  if (numbers && is_plain(keys)) return output_with_node(input, weight, bias, *numbers, backend, differentiates, std::nullopt);
   if (differentiates) return by_whole_op(input, weight, bias, geometry, backend).toTensor();
   return dispatched(OUTPUT, keys & c10::after_autograd_keyset, {input, weight, bias, geometry, std::string(backend)})
       .toTensor();
@@ -105,46 +102,16 @@ std::vector<Tensor> gradients_autograd(c10::DispatchKeySet keys, const Tensor& g
       .toTensorVector();
 }
 
-Tensor cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
-  return is_cast(tensor, device, dtype) ? tensor.to(dtype) : tensor;
-}
-
-/// Weight and bias are cast below autograd, which saves a node for each: our node leads to the originals and gives their
-/// gradients their dtype.
-Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, const std::optional<Tensor>& given_bias,
-                      at::IntArrayRef geometry, std::string_view backend, at::ScalarType dtype) {
-  const at::DeviceType device = given_input.device().type();
-  const bool differentiates = wants_derivative(given_input, given_weight, given_bias);
-  // The derivative of the input goes back through its cast.
-  const Tensor to_cast = differentiates && given_input.requires_grad() ? cast(given_input, device, dtype) : given_input;
-  const auto [input, weight, cast_bias] =
-      cast_together({to_cast, given_weight, given_bias ? *given_bias : Tensor()}, device, dtype);
-  std::optional<Tensor> bias;
-  if (given_bias) bias = cast_bias;
-  const auto plan = plan_of_call(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
-  if (differentiates && plan->is_pytorchs) {
-    if (given_bias) bias = cast(*given_bias, device, dtype);
-    return compute_output(*plan, input, cast(given_weight, device, dtype), bias, {geometry});
-  }
-  Tensor output;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    output = compute_output(*plan, input, weight, bias, {geometry});
-  }
-  if (differentiates) hang_node(output, input, weight, {given_weight, given_bias}, geometry, backend);
-  return output;
-}
-
 Tensor output_autocast(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                        c10::SymIntArrayRef geometry, std::string_view backend) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA));
   // PyTorch's cache of cast weights is not used: it does not notice a change through weight.data inside one autocast.
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCUDA);
   const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
-  if (numbers && is_plain(input, weight, bias)) return cast_output_of(input, weight, bias, *numbers, backend, dtype);
+  if (numbers && is_plain({&input, &weight, if_there(bias)}))
+    return output_with_node(input, weight, bias, *numbers, backend, wants_derivative(input, weight, bias), dtype);
   const at::DeviceType device = input.device().type();
-  std::optional<Tensor> cast_bias;
-  if (bias) cast_bias = cast(*bias, device, dtype);
+  const Maybe cast_bias = as_maybe(cast(bias.value_or(Tensor()), device, dtype));
   return dispatched(OUTPUT, std::nullopt,
                     {cast(input, device, dtype), cast(weight, device, dtype), cast_bias, geometry, std::string(backend)})
       .toTensor();
@@ -163,9 +130,28 @@ std::vector<Tensor> launch_program(int64_t handle, const c10::List<std::optional
 
 }  // namespace
 
+// Weight and bias are cast below autograd, which saves a node for each: our node leads to the originals and gives their
+// gradients their dtype.
+LayerCall call_layer(const Tensor& input, const Tensor& weight, const Maybe& bias, at::IntArrayRef geometry,
+                     std::string_view backend, bool differentiates, std::optional<at::ScalarType> autocast) {
+  const at::DeviceType device = input.device().type();
+  Together given{input, weight, bias.value_or(Tensor())};
+  // The derivative of the input goes back through its cast.
+  if (differentiates && input.requires_grad()) given[0] = cast(input, device, autocast);
+  const auto [x, w, b] = autocast ? cast_together(given, device, *autocast) : given;
+  const auto plan = plan_of_call(FORWARD_STAGE, {&x, &w, if_there(b)}, geometry, backend);
+  if (differentiates && plan->is_pytorchs) {
+    // PyTorch's own node is cheaper than ours in front of its operator.
+    const Tensor with_edge = cast(given[1], device, autocast), bias_with_edge = cast(given[2], device, autocast);
+    return {compute_output(*plan, x, with_edge, as_maybe(bias_with_edge), {geometry}), x, with_edge, false};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return {compute_output(*plan, x, w, as_maybe(b), {geometry}), x, w, differentiates};
+}
+
 Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight, at::IntArrayRef geometry,
                        Mask mask, std::string_view backend, at::ScalarType parameters_dtype) {
-  const bool is_plain_call = is_plain(grad_output, input, weight);
+  const bool is_plain_call = is_plain({&grad_output, &input, &weight});
   std::vector<Tensor> found =
       is_plain_call ? plain_gradients_of(grad_output, input, weight, geometry, mask, backend)
                 : dispatched(GRADIENTS, std::nullopt,
@@ -183,12 +169,6 @@ Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Ten
 }
 
 }  // namespace tconv_swap
-
-// Empties the cache of call plans: from now on every choice is made anew.
-extern "C" void tconv_forget() { tconv_swap::PlanCache::instance().forget(); }
-
-// Returns how many call plans the cache holds.
-extern "C" int64_t tconv_known() { return static_cast<int64_t>(tconv_swap::PlanCache::instance().size()); }
 
 TORCH_LIBRARY_FRAGMENT(tconv_swap, library) { library.def("launch(int program, Tensor?[] inputs) -> Tensor[]"); }
 

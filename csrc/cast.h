@@ -18,9 +18,8 @@ inline bool is_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType 
 
 /// Returns the plan that casts such tensors, of which the last ones may be null.
 inline std::shared_ptr<const CallPlan> plan_of_cast(Tensors tensors, at::ScalarType dtype) {
-  return cached_or_made(key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, ""), [&] {
-    return by_python("tconv_swap::plan_cast_call", {as_list(tensors), dtype}).toIntVector();
-  });
+  return plan_of(key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, ""), "tconv_swap::plan_cast_call",
+                 [&] { return std::vector<c10::IValue>{as_list(tensors), dtype}; });
 }
 
 using Together = std::array<Tensor, 3>;  // undefined: absent

@@ -18,9 +18,8 @@ constexpr int64_t NORM_FORWARD = 16, NORM_FORWARD_THAT_SAVES = 17, NORM_BACKWARD
 constexpr size_t AVERAGES = 0;  // the word of a form that says that num_batches_tracked is counted and gives the momentum
 
 inline std::shared_ptr<const CallPlan> plan_of_norm(int64_t stage, Tensors tensors, at::IntArrayRef form) {
-  return cached_or_made(key_of(stage, tensors, form, ""), [&] {
-    return by_python("tconv_swap::plan_norm_call", {as_list(tensors), form, stage}).toIntVector();
-  });
+  return plan_of(key_of(stage, tensors, form, ""), "tconv_swap::plan_norm_call",
+                 [&] { return std::vector<c10::IValue>{as_list(tensors), form, stage}; });
 }
 
 // ---- the backward pass -----------------------------------------------------------------------------------------
@@ -82,31 +81,52 @@ inline NormGradients norm_gradients_by_pytorch(const Tensor& grad_output, const 
   return gradients;
 }
 
-struct NormActivationBackward : torch::autograd::Node {
+/// What the gradients of a norm need.
+struct SavedNorm {
   torch::autograd::SavedVariable input, weight, bias, statistics;
   // Where a tensor was added: the output, as PyTorch's activations save it. The added tensor may change meanwhile.
   torch::autograd::SavedVariable output;
   std::vector<int64_t> form;
 
+  SavedNorm(const Kept& kept, at::IntArrayRef form)
+      : input(kept.input, false),
+        weight(kept.weight, false),
+        bias(kept.bias, false),
+        statistics(kept.statistics, false),
+        form(form.vec()) {}
+
+  void release() {
+    for (auto* saved : {&input, &weight, &bias, &statistics, &output}) saved->reset_data();
+  }
+
+  /// Returns the gradients, differentiable where grad mode is on. `x`: the unpacked input. `z`: the unpacked output.
+  NormGradients gradients(const Tensor& grad_output, const Tensor& x, const Tensor& z, const NormMask& mask) const {
+    const Tensor w = weight.unpack(), b = bias.unpack(), s = statistics.unpack();
+    const bool is_ours = !at::GradMode::is_enabled() && is_plain({&grad_output, &x, &w, &b, &s, &z});
+    return (is_ours ? norm_gradients : norm_gradients_by_pytorch)(grad_output, {x, w, b, s, z}, form, mask);
+  }
+};
+
+struct NormActivationBackward : torch::autograd::Node {
+  SavedNorm saved;
+
+  explicit NormActivationBackward(SavedNorm saved) : saved(std::move(saved)) {}
+
   std::string name() const override { return "NormActivationBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &weight, &bias, &statistics, &output}) saved->reset_data();
+    saved.release();
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor x = input.unpack(), w = weight.unpack(), b = bias.unpack(), s = statistics.unpack();
-    const Tensor z = output.unpack(getptr());
+    const Tensor x = saved.input.unpack(), z = saved.output.unpack(getptr());
     torch::autograd::variable_list gradients(4);
     NormMask mask;
     for (size_t i = 0; i < mask.size(); ++i) mask[i] = task_should_compute_output(i);
     if (!grads[0].defined() || mask == NormMask{}) return gradients;
-    auto keys = grads[0].key_set();
-    for (const Tensor* tensor : {&x, &w, &b, &s, &z}) keys = keys | tensor->key_set();
-    const bool is_ours = !at::GradMode::is_enabled() && is_plain(keys);
-    NormGradients found = (is_ours ? norm_gradients : norm_gradients_by_pytorch)(grads[0], {x, w, b, s, z}, form, mask);
+    NormGradients found = saved.gradients(grads[0], x, z, mask);
     for (size_t i = 0; i < mask.size(); ++i) gradients[i] = std::move(found[i]);
     return gradients;
   }
@@ -114,44 +134,49 @@ struct NormActivationBackward : torch::autograd::Node {
 
 /// Makes the computed `output` differentiable. `added` is undefined where nothing was added.
 inline void hang_node(const Tensor& output, const Kept& kept, const Tensor& added, at::IntArrayRef form) {
-  const std::shared_ptr<NormActivationBackward> node(new NormActivationBackward, torch::autograd::deleteNode);
+  const std::shared_ptr<NormActivationBackward> node(new NormActivationBackward({kept, form}), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(kept.input, kept.weight, kept.bias, added));
-  node->input = torch::autograd::SavedVariable(kept.input, false);
-  node->weight = torch::autograd::SavedVariable(kept.weight, false);
-  node->bias = torch::autograd::SavedVariable(kept.bias, false);
-  node->statistics = torch::autograd::SavedVariable(kept.statistics, false);
-  node->form = form.vec();
   torch::autograd::set_history(output, node);
-  if (kept.output.defined()) node->output = torch::autograd::SavedVariable(kept.output, true);
+  if (kept.output.defined()) node->saved.output = torch::autograd::SavedVariable(kept.output, true);
 }
 
-// ---- the kernel of the op ---------------------------------------------------------------------------------------
+// ---- the forward pass --------------------------------------------------------------------------------------------
+
+/// The parameters and buffers of a norm.
+struct NormTensors {
+  const Maybe &weight, &bias, &running_mean, &running_var, &batches;
+};
+
+/// Returns the output and, if it `saves`, the statistics; returns nothing, without any effect, if PyTorch's modules
+/// compute the call.
+inline std::vector<Tensor> call_norm(const Tensor& input, const NormTensors& norm, const Maybe& added,
+                                     at::IntArrayRef form, bool saves) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensors tensors = {&input,
+                           if_there(norm.weight),
+                           if_there(norm.bias),
+                           if_there(norm.running_mean),
+                           if_there(norm.running_var),
+                           if_there(norm.batches),
+                           if_there(added)};
+  const auto plan = plan_of_norm(saves ? NORM_FORWARD_THAT_SAVES : NORM_FORWARD, tensors, form);
+  if (plan->is_pytorchs) return {};
+  if (form[AVERAGES]) norm.batches->add_(1);
+  std::vector<Tensor> found = run(plan->steps.at(0), tensors);
+  // PyTorch's module bumps the version too: it counts by an operator.
+  if (norm.batches && !norm.batches->is_inference()) norm.batches->unsafeGetTensorImpl()->bump_version();
+  return found;
+}
 
 inline Maybe norm_activation(const Tensor& input, const Maybe& weight, const Maybe& bias, const Maybe& running_mean,
                              const Maybe& running_var, const Maybe& batches, const Maybe& added, at::IntArrayRef form) {
-  auto keys = input.key_set();
-  for (const Maybe* one : {&weight, &bias, &running_mean, &running_var, &batches, &added})
-    if (*one) keys = keys | (*one)->key_set();
-  if (!is_plain(keys)) return std::nullopt;
+  if (!is_plain({&input, if_there(weight), if_there(bias), if_there(running_mean), if_there(running_var),
+                 if_there(batches), if_there(added)}))
+    return std::nullopt;
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor()), a = added.value_or(Tensor());
   const bool differentiates = torch::autograd::compute_requires_grad(input, w, b, a);
-  std::vector<Tensor> found;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const Tensors tensors = {&input,
-                             if_there(w),
-                             if_there(b),
-                             if_there(running_mean),
-                             if_there(running_var),
-                             if_there(batches),
-                             if_there(a)};
-    const auto plan = plan_of_norm(differentiates ? NORM_FORWARD_THAT_SAVES : NORM_FORWARD, tensors, form);
-    if (plan->is_pytorchs) return std::nullopt;
-    if (form[AVERAGES]) batches->add_(1);
-    found = run(plan->steps.at(0), tensors);
-    // PyTorch's module bumps the version too: it counts by an operator.
-    if (batches && !batches->is_inference()) batches->unsafeGetTensorImpl()->bump_version();
-  }
+  std::vector<Tensor> found = call_norm(input, {weight, bias, running_mean, running_var, batches}, added, form, differentiates);
+  if (found.empty()) return std::nullopt;
   const Tensor& output = found.at(0);
   if (differentiates) hang_node(output, {input, w, b, found.at(1), a.defined() ? output : a}, a, form);
   return std::move(found.at(0));

@@ -7,7 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
-#include <optional>
+#include <initializer_list>
 
 namespace tconv_swap {
 
@@ -22,9 +22,11 @@ inline bool is_plain(at::DispatchKeySet keys) {
          !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
-inline bool is_plain(const at::Tensor& first, const at::Tensor& second, const std::optional<at::Tensor>& third) {
-  const auto keys = first.key_set() | second.key_set();
-  return is_plain(third ? keys | third->key_set() : keys);
+inline bool is_plain(std::initializer_list<const at::Tensor*> tensors) {
+  at::DispatchKeySet keys;
+  for (const at::Tensor* tensor : tensors)
+    if (tensor && tensor->defined()) keys = keys | tensor->key_set();
+  return is_plain(keys);
 }
 
 }  // namespace tconv_swap

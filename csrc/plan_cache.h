@@ -5,7 +5,6 @@
 
 #include "launch.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
@@ -49,29 +48,8 @@ inline int64_t stage_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * m
 
 constexpr uintptr_t ALIGNMENT = 16;  // bytes, as ALIGNMENT of cuda/call.py
 
-inline Key key_of(int64_t stage, std::initializer_list<const at::Tensor*> tensors, at::IntArrayRef geometry,
-                  std::string_view backend) {
-  const at::Tensor& first = **tensors.begin();
-  bool tf32 = false;
-  if (first.scalar_type() == at::kFloat)
-    tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV) ==
-           at::Float32Precision::TF32;
-  // Backends differ by their first letters.
-  Key key{stage, tf32, backend.empty() ? 0 : backend.front()};
-  key.append(geometry.begin(), geometry.end());
-  for (const at::Tensor* tensor : tensors) {
-    if (!tensor) {
-      key.push_back(-1);
-      continue;
-    }
-    const bool is_aligned = reinterpret_cast<uintptr_t>(tensor->const_data_ptr()) % ALIGNMENT == 0;
-    key.push_back(tensor->dim() | int64_t(is_aligned) << 8 | int64_t(tensor->scalar_type()) << 16 |
-                  int64_t(static_cast<uint8_t>(tensor->device().type())) << 24 | int64_t(tensor->get_device()) << 32);
-    key.append(tensor->sizes().begin(), tensor->sizes().end());
-    key.append(tensor->strides().begin(), tensor->strides().end());
-  }
-  return key;
-}
+Key key_of(int64_t stage, std::initializer_list<const at::Tensor*> tensors, at::IntArrayRef geometry,
+           std::string_view backend);
 
 /// The cache is bounded. Where sizes change all the time, it drops those that were used least recently, half of them at a
 /// time.

@@ -87,7 +87,7 @@ def conv_transpose2d(
         and are_plain(input, weight, bias)
         and host.is_available()
     ):
-        geometry = _as_list(stride, padding, output_padding, groups, dilation)
+        geometry = geometry_words(stride, padding, output_padding, groups, dilation)
         if input.dim() == 3:
             return _output_op(input.unsqueeze(0), weight, bias, geometry, backend).squeeze(0)  # type: ignore[no-any-return]
         return _output_op(input, weight, bias, geometry, backend)  # type: ignore[no-any-return]
@@ -137,7 +137,8 @@ def _as_arguments(stride: Any, padding: Any, output_padding: Any, groups: Any, d
     )
 
 
-def _as_list(*given: Any) -> list[int]:
+def geometry_words(*given: Any) -> list[int]:
+    """Returns stride, padding, output_padding, groups and dilation, as a layer has them, as the ops take them."""
     try:
         return _cached_list(*given)
     except TypeError:  # a list cannot be hashed; for another value the conversion raises

@@ -12,9 +12,11 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tconv_swap.blocks.evaluation import block_output, block_words
 from tconv_swap.blocks.form import NORMS, activation_of
-from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
+from tconv_swap.blocks.kernels import block_training, form_words, is_plain, norm_activation
+from tconv_swap.cuda.choice import check_backend
 from tconv_swap.dispatch import is_eager, needs_gradient
-from tconv_swap.layer import Swapped, is_ours
+from tconv_swap.layer import ConvTranspose2d, Swapped, is_ours
+from tconv_swap.op import geometry_words
 from tconv_swap.runtime import host
 
 #: Called with a block's modules, input, output, the earlier buffers, and the tensor added before the activation or
@@ -79,6 +81,31 @@ def computed(
     Raises:
         CompileError, RuntimeError: the kernels cannot be compiled, or CUDA fails.
     """
+    if not (added is None or is_on_gpu(added)) or not (recorders or host.is_available()):
+        return None
+    arguments = _norm_arguments(norm, activation)
+    if arguments is None:
+        return None
+    tensors, form = arguments
+    if recorders:
+        recorded = Recorded(tuple(map(_without_numbers, (x, *tensors, added))), form)
+        for recorder in recorders:
+            recorder.append(recorded)
+        return None
+    buffers = norm._buffers if observers else {}
+    before = {name: one.clone() for name, one in buffers.items() if one is not None}
+    output: Tensor | None = norm_activation(x, *tensors, added, form)
+    if output is not None:
+        for observe in observers:
+            observe(norm, activation, x, output, before, added)
+    return output
+
+
+def _norm_arguments(
+    norm: nn.Module, activation: nn.Module | None
+) -> tuple[tuple[Tensor | None, ...], list[int]] | None:
+    """Returns weight, bias, running_mean, running_var and num_batches_tracked, None where the norm has or updates none,
+    and the ``form`` of its ops; None if the modules have to compute it."""
     parameters, buffers = norm._parameters, norm._buffers
     try:
         weight, bias = parameters["weight"], parameters["bias"]
@@ -86,9 +113,7 @@ def computed(
     except KeyError:  # a hook computes them, so they are no parameters
         return None
     applied = activation_of(activation)
-    if applied is None or not (added is None or is_on_gpu(added)):
-        return None
-    if not recorders and not host.is_available():
+    if applied is None:
         return None
     given: Any = norm
     updates = norm.training and given.track_running_stats and running_mean is not None
@@ -110,17 +135,7 @@ def computed(
         given.momentum,
         *applied,
     )
-    if recorders:
-        tensors = (x, weight, bias, running_mean, running_var, batches, added)
-        for recorder in recorders:
-            recorder.append(Recorded(tuple(map(_without_numbers, tensors)), form))
-        return None
-    before = {name: one.clone() for name, one in buffers.items() if one is not None} if observers else {}
-    output: Tensor | None = norm_activation(x, weight, bias, running_mean, running_var, batches, added, form)
-    if output is not None:
-        for observe in observers:
-            observe(norm, activation, x, output, before, added)
-    return output
+    return (weight, bias, running_mean, running_var, batches), form
 
 
 def _without_numbers(tensor: Tensor | None) -> Tensor | None:
@@ -148,16 +163,8 @@ def evaluated(
     Raises:
         CompileError, RuntimeError: the kernels cannot be compiled, the tensors do not fit together, or CUDA fails.
     """
-    dimensions = 2 + len(layer.kernel_size)
     applied = activation_of(activation)
-    if (
-        applied is None
-        or layer.tconv_backend == "native"
-        or layer._tconv_packed is not None
-        or input.dim() != dimensions
-        or not is_ours(layer, input)
-        or not host.is_available()
-    ):
+    if applied is None or not _fits(layer, input):
         return None
     vectors: tuple[Tensor | None, ...] = (None, None, None, None)
     eps = 0.0
@@ -172,7 +179,7 @@ def evaluated(
             )
         except KeyError:  # a hook computes them, so they are no parameters
             return None
-        if not any(isinstance(norm, cls) and dimensions in taken for cls, (taken, _) in NORMS.items()):
+        if not any(isinstance(norm, cls) and input.dim() in taken for cls, (taken, _) in NORMS.items()):
             return None
         eps = norm.eps  # type: ignore[assignment]
     x, weight, bias, *geometry = layer.tconv_operands(input)
@@ -181,3 +188,41 @@ def evaluated(
     words = block_words(*geometry, eps, *applied)
     output: Tensor | None = block_output(x, weight, bias, *vectors, words, layer.tconv_backend)
     return None if output is None else layer.tconv_reshape_output(output)
+
+
+def _fits(layer: Swapped, input: Tensor) -> bool:
+    """Returns whether our kernels may compute a call of this layer together with the norm behind it."""
+    return (
+        layer.tconv_backend != "native"
+        and layer._tconv_packed is None
+        and input.dim() == 2 + len(layer.kernel_size)
+        and is_ours(layer, input)
+        and host.is_available()
+    )
+
+
+def trained(
+    layer: Swapped, norm: nn.Module, activation: nn.Module | None, input: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Computes ``activation(norm(layer(input)))`` with one autograd node, and updates the running statistics. The
+    caller has checked ``takes(input)``, and that nothing watches the modules.
+
+    Returns:
+        The output, and whether it is that of all three; if not, it is that of the layer. None and False, without any
+        effect, if the modules have to compute it.
+
+    Raises:
+        CompileError, RuntimeError: the kernels cannot be compiled, the tensors do not fit together, or CUDA fails.
+        ValueError: the layer's backend does not exist.
+    """
+    # A 1-D layer reshapes what the op would have to compute between the layer and the norm.
+    if type(layer) is not ConvTranspose2d or not torch.is_grad_enabled() or not _fits(layer, input):
+        return None, False
+    arguments = _norm_arguments(norm, activation)
+    x, weight, bias, *geometry = layer.tconv_operands(input)
+    if arguments is None or not (is_plain(weight) and is_plain(bias)):
+        return None, False
+    check_backend(layer.tconv_backend)
+    tensors, form = arguments
+    words = geometry_words(*geometry)
+    return block_training(x, weight, bias, *tensors, words, layer.tconv_backend, form)  # type: ignore[no-any-return]

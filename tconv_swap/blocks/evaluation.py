@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tconv_swap.blocks.kernels import DECLINED
 from tconv_swap.cuda import call
-from tconv_swap.geometry import as_list, as_pair
 from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm.plan import DTYPES
 from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.op import geometry_words
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # It returns None if it did nothing. Only eager calls on CUDA use it: a compiled graph contains the modules.
@@ -48,20 +48,12 @@ def block_words(
 ) -> list[int]:
     """Returns the op's ``words``: the geometry of the layer, and the epilogue behind it. ``eps`` is that of the norm,
     if there is one."""
-    geometry = as_list(
-        (
-            as_pair(stride, "stride"),
-            as_pair(padding, "padding"),
-            as_pair(output_padding, "output_padding"),
-            groups,
-            as_pair(dilation, "dilation"),
-        )
-    )
+    geometry = geometry_words(stride, padding, output_padding, groups, dilation)
     return [*geometry, int(activation), *struct.unpack("<2q", struct.pack("<2d", eps, slope))]
 
 
 def plan_call(tensors: Sequence[Tensor | None], words: Sequence[int], backend: str) -> list[int]:
-    """Returns the plan of a call, in the words that csrc/compute.h reads.
+    """Returns the plan of a call, in the words that csrc/compute.cpp reads.
 
     Args:
         tensors: input, weight and bias of the layer; weight, bias, running_mean and running_var of the norm, all four

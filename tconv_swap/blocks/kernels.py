@@ -31,12 +31,20 @@ _library.define(
     "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
     " Tensor(c!)? num_batches_tracked, Tensor? added, int[] form) -> Tensor?"
 )
+# A layer with the norm and the activation behind it. It returns the block's output and True; the layer's output and
+# False if norm and activation are still to be computed; None and False if it did nothing.
+_library.define(
+    "block_training(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias,"
+    " Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, int[] geometry, str backend,"
+    " int[] form) -> (Tensor?, bool)"
+)
 _library.define("plan_norm_call(Tensor?[] tensors, int[] form, int stage) -> int[]")
 _library.define(
     "norm_gradients_by_pytorch(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias,"
     " Tensor? output, int[] form, bool[4] mask) -> Tensor[]"
 )
 norm_activation = torch.ops.tconv_swap.norm_activation.default
+block_training = torch.ops.tconv_swap.block_training.default
 
 #: Stages, with the numbers of csrc/norm.h: a forward pass; one that saves tensors for its backward pass; a backward
 #: pass,
@@ -105,7 +113,7 @@ def form_words(
 
 
 def plan_call(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) -> list[int]:
-    """Returns the plan of a call, in the words that csrc/compute.h reads.
+    """Returns the plan of a call, in the words that csrc/compute.cpp reads.
 
     Args:
         tensors: input, weight, bias, running_mean, running_var, num_batches_tracked and the tensor that is added before
@@ -262,6 +270,8 @@ def gradients_by_pytorch(
     """Returns the gradients in ``mask`` (of ``x``, weight, bias and the added tensor) by PyTorch's operators, which
     support every order, transform and mode. ``output`` is that of a sum, else None."""
     created = torch.is_grad_enabled()
+    if mask[0] and not x.requires_grad:  # x is the output of a layer without a node of its own
+        x = x.detach().requires_grad_()
     of = (x, weight, bias)
     computes = _NormCall.read(form).form
     grad = grad_output

@@ -27,7 +27,7 @@ CHOICES: tuple[Fuse, ...] = ("blocks", "all", None)
 
 class Blocks(nn.Sequential):
     """``nn.Sequential`` that computes a norm and the activation behind it as one if they follow a transposed
-    convolution of ours. In evaluation it computes the convolution with them."""
+    convolution of ours, where possible together with it."""
 
     def forward(self, input: Any) -> Any:
         """Calls the modules in turn, as ``nn.Sequential`` does."""
@@ -39,9 +39,9 @@ class Blocks(nn.Sequential):
             module = modules[at]
             assert module is not None
             if type(module) in SWAPPED and call.is_on_gpu(input):
-                output, taken = _evaluated(modules, at, input)
+                output, taken = _whole(modules, at, input)
                 if output is not None:
-                    input, at, behind_ours = output, at + taken, False
+                    input, at, behind_ours = output, at + taken, taken == 1
                     continue
             fits = (behind_ours or self._everywhere) and type(module) in FUSED_NORMS
             if fits and call.is_on_gpu(input):
@@ -64,15 +64,17 @@ class AllBlocks(Blocks):
     _everywhere = True
 
 
-def _evaluated(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | None, int]:
-    """Returns the output of a transposed convolution of ours with the norm and the activation behind it, and the
-    number of these modules; None if the modules have to compute it."""
+def _whole(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | None, int]:
+    """Returns the output of a transposed convolution of ours, with the norm and the activation behind it if possible,
+    and the number of these modules; None if the modules have to compute it."""
     layer = modules[at]
     norm, activation = _behind(modules, at)
     if norm is None and activation is None:
         return None, 0
-    for observe in call.block_observers:
-        observe(layer, norm, activation, input)
+    evaluates = norm is None or call.goes_by_running_statistics(norm)
+    if evaluates:
+        for observe in call.block_observers:
+            observe(layer, norm, activation, input)
     # Observers and recorders of norms see each norm called by itself.
     if (
         call.observers
@@ -81,16 +83,19 @@ def _evaluated(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | Non
         or (norm is not None and call.is_watched(norm))
     ):
         return None, 0
-    return call.evaluated(layer, norm, activation, input), 1 + (norm is not None) + (activation is not None)
+    count = 1 + (norm is not None) + (activation is not None)
+    output = call.evaluated(layer, norm, activation, input) if evaluates else None
+    if output is not None or norm is None:
+        return output, count
+    output, is_whole = call.trained(layer, norm, activation, input)
+    return output, count if is_whole else 1
 
 
 def _behind(modules: list[Any], at: int) -> tuple[nn.Module | None, nn.Module | None]:
-    """Returns the norm and the activation that evaluation may compute with the layer at this index."""
+    """Returns the norm and the activation that may be computed with the layer at this index."""
     end, norm = at + 1, None
     if end < len(modules) and type(modules[end]) in FUSED_NORMS:
         norm = modules[end]
-        if not call.goes_by_running_statistics(norm):
-            return None, None
         end += 1
     if end < len(modules) and activation_of(modules[end]) is not None and not call.is_watched(modules[end]):
         return norm, modules[end]
@@ -105,7 +110,8 @@ def evaluated_together(
         modules = list(container._modules.values()) if isinstance(container, Blocks) else []
         for at, layer in enumerate(modules):
             norm, activation = _behind(modules, at) if type(layer) in SWAPPED else (None, None)
-            if norm is not None or activation is not None:
+            evaluates = norm is None or call.goes_by_running_statistics(norm)
+            if evaluates and (norm is not None or activation is not None):
                 yield cast(Swapped, layer), norm, activation
 
 

@@ -1,6 +1,7 @@
-"""Transposed convolution on CUDA: plans a call that is not in the cache of csrc/call.cpp.
+"""Transposed convolution on CUDA: plans a call that is not in the cache of csrc/plan_cache.h.
 
-Every call goes through csrc/call.cpp, which keeps each result of ``plan_call`` under everything that it depends on.
+Every call goes through csrc/call.cpp or csrc/blocks.cpp. The cache keeps each result of ``plan_call`` under everything
+that it depends on.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def recording() -> Iterator[list[CallKind]]:
 def plan_call(
     tensors: Sequence[Tensor | None], geometry: Sequence[int], mask: Sequence[bool], backend: str
 ) -> list[int]:
-    """Returns the plan of a call, in the words that csrc/compute.h reads.
+    """Returns the plan of a call, in the words that csrc/compute.cpp reads.
 
     Args:
         tensors: input, weight and bias of a forward pass; grad_output, input and weight of gradients.

@@ -23,7 +23,7 @@ from tconv_swap.runtime.compiler import BuildError, find_compiler, find_ninja, t
 
 logger = logging.getLogger("tconv_swap")
 
-SOURCES = ("call.cpp", "blocks.cpp", "launch.cpp")
+SOURCES = ("call.cpp", "blocks.cpp", "compute.cpp", "launch.cpp")
 
 #: An error in a source file. Errors of the compiler itself and of the linker name no line.
 _REFUSAL = re.compile(r":\d+(:\d+)?: (fatal )?error: ")

@@ -101,11 +101,11 @@ def drop_plan(handle: int) -> None:
 
 
 def forget_plans() -> None:
-    """Empties the cache of call plans in csrc/call.cpp: every call is planned again."""
+    """Empties the cache of call plans in csrc/compute.cpp: every call is planned again."""
     if host.is_loaded():
         host.library().tconv_forget()
 
 
 def count_plans() -> int:
-    """Returns how many call plans the cache of csrc/call.cpp holds."""
+    """Returns how many call plans the cache of csrc/compute.cpp holds."""
     return int(host.library().tconv_known()) if host.is_loaded() else 0

@@ -103,7 +103,9 @@ class GPU:
             found.to(output.dtype or dtype).contiguous(
                 memory_format=CHANNELS_LAST if output.channels_last else NCHW
             )
-            for output, found in zip(made.outputs, _computed(made.outputs, *tensors), strict=True)
+            for output, found in zip(
+                made.outputs, layer_outputs(made.outputs, ARGUMENTS, *tensors), strict=True
+            )
         ]
 
     def output(self, input: Tensor, weight: Tensor, bias: Tensor | None, backend: str = "kernel") -> Tensor:
@@ -175,18 +177,20 @@ def grad_output(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
     return torch.randn(batch, 8, 10, 12).to(dtype)
 
 
-def _computed(outputs: tuple[program.Output, ...], *tensors: Tensor | None) -> list[Tensor]:
-    """Returns the outputs of a plan, by PyTorch."""
+def layer_outputs(
+    outputs: tuple[program.Output, ...], arguments: tuple[Any, ...], *tensors: Tensor | None
+) -> list[Tensor]:
+    """Returns the outputs of a layer's plan, by PyTorch. ``arguments``: of the layer, as ``geometry.Arguments``."""
     first, second, third = (None if one is None else one.to(_wide(one.dtype)) for one in tensors)
     assert first is not None
     assert second is not None
-    if first.shape[1] == second.shape[0]:
+    stride, padding, output_padding, groups, dilation = arguments
+    if third is None or third.dim() == 1:
         assert len(outputs) == 1
-        return [F.conv_transpose2d(first, second, third, *ARGUMENTS[:2])]
-    assert third is not None
+        return [F.conv_transpose2d(first, second, third, *arguments)]
     found = torch.ops.aten.convolution_backward(
-        *(first, second, third, [third.shape[1]]),
-        *(*ARGUMENTS[:2], ARGUMENTS[4], True, ARGUMENTS[2], 1, [True] * 3),
+        *(first, second, third, [third.shape[1] * groups]),
+        *(stride, padding, dilation, True, output_padding, groups, [True] * 3),
     )
     of_shape = {tuple(gradient.shape): gradient for gradient in found}
     return [of_shape[tuple(output.shape)] for output in outputs]

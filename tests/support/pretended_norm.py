@@ -1,6 +1,6 @@
-"""A pretended GPU whose kernels of normalisation and of blocks in evaluation are computed by the CPU.
+"""A pretended GPU whose kernels of normalisation and of blocks are computed by the CPU.
 
-The code that plans, copies and differentiates a call (csrc/norm.h, blocks/kernels.py; csrc/block.h,
+The code that plans, copies and differentiates a call (csrc/norm.h, csrc/training.h, blocks/kernels.py; csrc/block.h,
 blocks/evaluation.py) is the real one.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pretended_gpu import H200
+from pretended_gpu import H200, layer_outputs
 from torch import Tensor
 
 from tconv_swap.blocks import call, evaluation, kernels
@@ -46,16 +46,19 @@ class Pretended:
         forwards, backwards: how often each was launched.
         sum_forwards, sum_backwards: how many of these had a sum before the activation.
         blocks: how often a block in evaluation was launched.
+        layers: how often a layer or its gradients were launched as a part of a block in training.
         planned: how many calls of a norm Python planned.
         blocks_planned: how many calls of a block in evaluation Python planned.
-        casts: whether calls of blocks in evaluation are made as inside an autocast.
+        casts: whether calls of blocks are made as inside an autocast.
         spoil: changes what a kernel writes, for tests of the verification.
         grad_outputs: the strides of grad_output in each backward pass.
     """
 
+    _geometry: Any = None
+
     def __init__(self) -> None:
         self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.planned = 0
-        self.blocks = self.blocks_planned = 0
+        self.blocks = self.blocks_planned = self.layers = 0
         self.casts = False
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
         self.grad_outputs: list[tuple[int, ...]] = []
@@ -79,6 +82,13 @@ class Pretended:
 
         return planned
 
+    def calling(self, function: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        def planned(tensors: Any, geometry: Sequence[int], *given: Any) -> list[int]:
+            self._geometry = from_list(geometry)
+            return function(tensors, geometry, *given)
+
+        return planned
+
     def ending(self, function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
         def ended(plan: Plan, epilogue: Epilogue) -> Plan | None:
             made = function(plan, epilogue)
@@ -93,6 +103,11 @@ class Pretended:
         found: Tensor | None = op.redispatch(_AUTOCAST if self.casts else _AUTOGRAD, *given)
         return found
 
+    def block_training(self, *given: Any) -> tuple[Tensor | None, bool]:
+        op = torch.ops.tconv_swap.block_training.default
+        found: tuple[Tensor | None, bool] = op.redispatch(_AUTOCAST if self.casts else _AUTOGRAD, *given)
+        return found
+
     def add_plan(self, made: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
         # A plan with strides is another plan; the one that was planned last is computed.
         kernels = [one.kernel for one in made.launches]
@@ -101,7 +116,8 @@ class Pretended:
             for one in reversed(self._made)
             if one[0] is made or (one[1] is None and [each.kernel for each in one[0].launches] == kernels)
         )
-        self._planned.append(next(known, (made, None, {})))
+        layer = {} if made.family == "cast" else {"layer": self._geometry}
+        self._planned.append(next(known, (made, None, layer)))
         return len(self._planned) - 1 + (1 << 41)
 
     def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -109,6 +125,8 @@ class Pretended:
         if norm is None and made.family == "cast":
             given = zip(made.outputs, tensors, strict=False)
             return [one.to(output.dtype) for output, one in given if one is not None]
+        if "layer" in arguments:
+            return self._layer(made, arguments["layer"], tensors)
         if norm is None:
             return self._block(*tensors, **arguments)
         work = self._backward if "wants" in arguments else self._forward
@@ -116,6 +134,18 @@ class Pretended:
         for output, one in zip(made.outputs, found, strict=True):
             assert (output.shape, output.dtype or norm.dtype) == (tuple(one.shape), one.dtype)
         return found
+
+    def _layer(self, made: Plan, arguments: Any, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        self.layers += 1
+        given = (None if one is None else one.double() for one in tensors)
+        found = layer_outputs(made.outputs, arguments, *given)
+        (dtype,) = {one.dtype for one in tensors if one is not None}
+        return [
+            one.to(output.dtype or dtype).contiguous(
+                memory_format=torch.channels_last if output.channels_last else torch.contiguous_format
+            )
+            for one, output in zip(found, made.outputs, strict=True)
+        ]
 
     def _block(
         self,
@@ -273,6 +303,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         patch.setattr(call, "norm_activation", lambda *given: op.redispatch(_AUTOGRAD, *given))
         patch.setattr(kernels, "plan_call", planned)
         patch.setattr(call, "block_output", gpu.block_output)
+        patch.setattr(call, "block_training", gpu.block_training)
+        patch.setattr(cuda_call, "plan_call", gpu.calling(cuda_call.plan_call))
         patch.setattr(evaluation, "plan_call", gpu.counting(evaluation.plan_call))
         patch.setattr(evaluation, "with_epilogue", gpu.ending(evaluation.with_epilogue))
         patch.setattr(cuda_call, "device_facts", lambda index: H200)
