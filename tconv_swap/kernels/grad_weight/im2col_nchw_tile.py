@@ -32,6 +32,9 @@ _SHAPES = (
     *((2, m_tiles, 64) for m_tiles in (3, 4)),
     *((3, m_tiles, cols) for m_tiles, cols in ((1, 128), (1, 96), (2, 64), (1, 64))),
 )
+#: The most registers of a thread that hold accumulators and addresses of fragments in stages with a halo, by the number
+#: of warpgroups: with more the compiler spills 24 to 280 bytes, which took 1.3 times as long.
+MAX_REGISTERS = {2: 160, 3: 112}
 #: Bytes of shared memory a clock; clocks of a box's row, of loading a step's A fragments of 64 rows, and of a
 #: stage beside its multiplies. With them the measured tiles are ordered correctly except for 14 x 14 maps.
 _SHARED_RATE, _ROW_CLOCKS, _FRAGMENT_CLOCKS, _STAGE_CLOCKS = 128, 4.0, 12, 60
@@ -235,6 +238,9 @@ def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
     if tile_co == 0 or tile_co > BOX_LIMIT:
         return False
     if tile_co >= 2 * max(32, g.out_channels_per_group) or tile.cols >= 2 * max(64, g.in_channels_per_group):
+        return False
+    registers = tile.m_tiles * (tile.cols + pixels.count) // 2
+    if pixels.has_halo and registers > MAX_REGISTERS[tile.warpgroups]:
         return False
     if (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
         return False

@@ -60,9 +60,6 @@ PIXEL_ROWS_MIN_MULTIPLIES = 200
 #: The same product up to which im2col_nchw is faster; above it pixel_rows is
 #: (docs/kernels/grad_weight/pixel_rows.md).
 IM2COL_MAX_MULTIPLIES = 4096
-#: Channels on either side of a group, and multiply-accumulates, from which stride1 was measured to be faster (1.4 to
-#: 2.7 times on nine layers, of 17 to 128 output channels and 2 to 309 billion multiply-accumulates).
-STRIDE1_MIN_CHANNELS, STRIDE1_MIN_MACS = 16, 1 << 30
 #: Registers of a thread that must be left over for the compiler never to spill (up to 72 bytes were seen).
 SPARE_REGISTERS = 48
 
@@ -115,7 +112,7 @@ def _stride1_parts(problem: Problem, device: Device, with_bias: bool, count: int
     """
     g = problem.geometry
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if with_bias or channels < STRIDE1_MIN_CHANNELS or g.macs < STRIDE1_MIN_MACS:
+    if with_bias or channels < grad_weight_stride1.MIN_CHANNELS or g.macs < grad_weight_stride1.MIN_MACS:
         return []
     stride1_parts = grad_weight_stride1.part_candidates(problem, device, count)
     if not stride1_parts or not grad_weight_stride1.preferred(problem, device):
@@ -167,7 +164,11 @@ def _stride1_schedules(problem: Problem, device: Device) -> int:
     """Returns how many kernels of stride1 a layer has over all its sizes."""
     g = problem.geometry
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if channels < STRIDE1_MIN_CHANNELS or g.taps == 1 or not grad_weight_stride1.claims_some(problem, device):
+    if (
+        channels < grad_weight_stride1.MIN_CHANNELS
+        or g.taps == 1
+        or not grad_weight_stride1.claims_some(problem, device)
+    ):
         return 0
     return grad_weight_stride1.MAX_SCHEDULES
 
