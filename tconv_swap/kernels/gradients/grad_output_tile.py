@@ -174,11 +174,11 @@ def _passes(
     total = 0
     for taps in groups:
         # All pixels are read at each tap of the group, by one lane or, where taps are fewer than lanes, by several.
-        total += _max_of_a_bank({base + tap for base in bases for tap in taps})
+        total += max_of_a_bank({base + tap for base in bases for tap in taps})
     return total / len(groups)
 
 
-def _max_of_a_bank(words: set[int]) -> int:
+def max_of_a_bank(words: set[int]) -> int:
     """Returns how many of the words lie in the bank that has most of them."""
     banks = [word % BANKS for word in words]
     used = set(banks)
