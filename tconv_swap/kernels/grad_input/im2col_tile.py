@@ -228,8 +228,9 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
     geometry = problem.geometry
     out_item = 4 if tile.splits > 1 else problem.item
     multiplies = tile.multiplies
+    stage_steps = steps(problem, tile)
     row = tile.box_w * problem.item
-    rows = input_bytes(problem, tile) / row / steps(problem, tile)
+    rows = input_bytes(problem, tile) / row / stage_steps
     weights = 4 * STEP_WORDS * tile.channels
     # Rows follow one another in shared memory, so they begin anywhere in a line.
     lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
@@ -237,8 +238,8 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
     loads = 16 * passes * (2 if halves(problem, tile) else 1)
     memory = multiplies * (loads + tile.channels / 4) + (weights + rows * row) / 128
     step = max(1.05 * multiplies * tile.channels / 2, memory, load)
-    stages = rounds(problem, tile) * round_stages(steps(problem, tile))
-    count = stages * steps(problem, tile) / tile.splits
+    stages = rounds(problem, tile) * round_stages(stage_steps)
+    count = stages * stage_steps / tile.splits
     store = tile.positions * tile.channels * out_item / STORE_BYTES
     waves = ceil_div(work_count(problem, tile), multiprocessors)
     total = waves * (count * step + store + TILE_CLOCKS)

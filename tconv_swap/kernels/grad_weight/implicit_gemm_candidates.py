@@ -149,7 +149,7 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
                 return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
 
             shapes.update((shape, None) for shape, _ in sorted(kind, key=clocks)[:SHAPES_TRIED])
-    found = []
+    found: list[Schedule] = []
     for shape in shapes:
         choices = dict.fromkeys(
             one for size in sizes for one in _pixel_choices(size, step_pixels(layer) * shape.warps[3])
