@@ -171,18 +171,27 @@ def _passes(
     width = 8 if taps_on_rows else 4
     groups = [offsets[i : i + width] for i in range(0, len(offsets), width)][:16]
     bases = [pixel * pixel_pitch for pixel in pixels]
+    # Groups whose taps are equally far apart take equally many passes.
+    found: dict[tuple[int, ...], int] = {}
     total = 0
     for taps in groups:
-        # All pixels are read at each tap of the group, by one lane or, where taps are fewer than lanes, by several.
-        total += max_of_a_bank({base + tap for base in bases for tap in taps})
+        apart = tuple([tap - taps[0] for tap in taps])
+        if apart not in found:
+            # All pixels are read at each tap of the group, by one lane or, where taps are fewer than lanes, by several.
+            found[apart] = max_of_a_bank({base + tap for base in bases for tap in apart})
+        total += found[apart]
     return total / len(groups)
 
 
 def max_of_a_bank(words: set[int]) -> int:
     """Returns how many of the words lie in the bank that has most of them."""
     banks = [word % BANKS for word in words]
-    used = set(banks)
-    return 1 if len(used) == len(banks) else max(map(banks.count, used))
+    if len(set(banks)) == len(banks):
+        return 1
+    counts = [0] * BANKS
+    for bank in banks:
+        counts[bank] += 1
+    return max(counts)
 
 
 def divisors(number: int, limit: int) -> list[int]:
