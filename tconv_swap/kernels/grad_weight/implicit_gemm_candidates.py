@@ -222,9 +222,10 @@ def _schedules_of(
             tile = tile_of(pixels, most, blocks)
             operands = operands or windows(problem, tile)
             stages = _fitting_stages(problem, tile, operands, device)
-            if stages:
-                tile = tile if stages == most else tile_of(pixels, stages, blocks)
-                yield Schedule(problem, tile, operands, work_of(problem, tile, operands))
+            if not stages:
+                break  # where one block has no room, two have none
+            tile = tile if stages == most else tile_of(pixels, stages, blocks)
+            yield Schedule(problem, tile, operands, work_of(problem, tile, operands))
 
 
 _Warps = tuple[tuple[int, int, int, int], int, int, int]
