@@ -36,20 +36,15 @@ class Geometry:
 
     @property
     def out_height(self) -> int:
-        return self._out_size(self.height, 0)
+        (kernel, _), (stride, _), (padding, _) = self.kernel, self.stride, self.padding
+        reach = self.dilation[0] * (kernel - 1)
+        return (self.height - 1) * stride - 2 * padding + reach + self.output_padding[0] + 1
 
     @property
     def out_width(self) -> int:
-        return self._out_size(self.width, 1)
-
-    def _out_size(self, size: int, axis: int) -> int:
-        return (
-            (size - 1) * self.stride[axis]
-            - 2 * self.padding[axis]
-            + self.dilation[axis] * (self.kernel[axis] - 1)
-            + self.output_padding[axis]
-            + 1
-        )
+        (_, kernel), (_, stride), (_, padding) = self.kernel, self.stride, self.padding
+        reach = self.dilation[1] * (kernel - 1)
+        return (self.width - 1) * stride - 2 * padding + reach + self.output_padding[1] + 1
 
     @property
     def input_shape(self) -> tuple[int, int, int, int]:

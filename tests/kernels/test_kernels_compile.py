@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+import older_gpus
 import pytest
 import torch
 from planned_kernels import EACH_COMMIT, SHARED_BYTES, WHOLE, one_of_each, planned, variants
@@ -72,6 +73,20 @@ def test_every_source_is_planned_somewhere() -> None:
     directory = csrc_directory() / "kernels"
     sources = {path.relative_to(directory).as_posix() for path in directory.rglob("*.cu")}
     assert {source for source in sources if not source.startswith("norm/")} == used
+
+
+@pytest.mark.parametrize("device", older_gpus.DEVICES, ids=lambda device: device.architecture)
+def test_every_kernel_that_is_planned_for_older_gpus_is_run(device: plan.Device) -> None:
+    """test_older_gpus.py runs them on the GPU of this machine."""
+    launched = {
+        launch.kernel.entry
+        for geometry in older_gpus.GEOMETRIES.values()
+        for mode in ("fp64", "fp16", "tf32")
+        for _, made in older_gpus.plans(plan.Problem(geometry, *older_gpus.MODES[mode], False, False), device)
+        for launch in made.launches
+    }
+    wanted = {kernel.entry for kernel in planned(device.architecture)} - {"cast"}
+    assert launched >= wanted, "a geometry that needs them"
 
 
 def test_a_compile_error_names_the_log_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

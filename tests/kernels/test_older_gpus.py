@@ -1,4 +1,5 @@
-"""Plans for older GPUs (sm_75, sm_80), compiled for the GPU of this machine, run on it and compared with float64."""
+"""Plans for older GPUs (sm_75, sm_80), compiled for the GPU of this machine, run on it and compared with float64.
+test_kernels_compile.py asserts that they launch every kernel that is planned for these GPUs."""
 
 from __future__ import annotations
 
@@ -6,41 +7,9 @@ import pytest
 import torch
 from cuda_cases import TF32_TOLERANCE, TOLERANCE
 from harness import assert_kernel_matches
-from planned_kernels import planned
+from older_gpus import DEVICES, GEOMETRIES, MODES, plans
 
-from tconv_swap.cuda.choice import FORWARD, Mask
-from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.runtime.program import Plan
-
-DEVICES = (plan.Device("sm_75", 40, 64 << 10), plan.Device("sm_80", 108, 163 << 10))
-GEOMETRIES = {
-    "dcgan": Geometry(2, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)),
-    "everything": Geometry(2, 32, 10, 11, 48, (3, 5), (2, 3), (1, 2), (1, 0), (2, 1), 4),
-    "odd channels": Geometry(3, 130, 17, 19, 66, (3, 3), (2, 2), (1, 1), (1, 1)),
-    "square": Geometry(2, 64, 30, 33, 64, (3, 3)),
-    "rgb": Geometry(2, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1)),
-    "large rgb": Geometry(2, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4)),
-    "depthwise": Geometry(2, 21, 20, 19, 21, (8, 8), (4, 4), (2, 2), groups=21),
-    "pixel": Geometry(64, 100, 1, 1, 512, (4, 4)),
-    "large cells": Geometry(2, 21, 16, 16, 21, (32, 32), (16, 16), (8, 8)),
-    "tiny": Geometry(2, 8, 4, 4, 8, (2, 2), (2, 2)),
-    "one row": Geometry(2, 136, 1, 70, 24, (1, 16), (1, 8), (0, 4)),
-}
-MODES = {
-    "fp64": (torch.float64, "ieee"),
-    "fp16": (torch.float16, "ieee"),
-    "bf16": (torch.bfloat16, "ieee"),
-    "tf32": (torch.float32, "tf32"),
-    "fp32": (torch.float32, "ieee"),
-}
-MASKS: tuple[Mask, ...] = (FORWARD, (True, True, True), (True, False, False), (False, True, True))
-
-
-def plans(posed: plan.Problem, device: plan.Device) -> list[tuple[Mask, Plan]]:
-    """Returns the plans of the output and of the gradients, together and separately."""
-    forward = plan.plan_forward(posed, True, device)
-    return [(mask, plan.plan_backward(posed, mask, device) if mask else forward) for mask in MASKS]
 
 
 @pytest.mark.gpu
@@ -57,16 +26,3 @@ def test_plans_of_older_gpus_compute_right(
     layouts = (channels_last, channels_last)
     for mask, made in plans(plan.Problem(geometry, dtype, precision, *layouts), device):
         assert_kernel_matches(made, geometry, dtype, layouts, tolerance, mask, with_bias=True)
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.architecture)
-def test_every_kernel_that_is_planned_for_them_is_run(device: plan.Device) -> None:
-    launched = {
-        launch.kernel.entry
-        for geometry in GEOMETRIES.values()
-        for dtype, precision in (MODES["fp64"], MODES["fp16"], MODES["tf32"])
-        for _, made in plans(plan.Problem(geometry, dtype, precision, False, False), device)
-        for launch in made.launches
-    }
-    wanted = {kernel.entry for kernel in planned(device.architecture)} - {"cast"}
-    assert launched >= wanted, "a geometry that needs them"

@@ -92,26 +92,33 @@ def select_covering(
     if not times:
         return ()
     best = [min(of_size) for of_size in zip(*times.values(), strict=True)]
+    weighted = [(j, shortest, weights[j]) for j, shortest in enumerate(best) if shortest < math.inf]
+    regrets = {
+        one: [weight * math.log(min(MAX_REGRET, row[j] / shortest)) for j, shortest, weight in weighted]
+        for one, row in times.items()
+    }
+    most = [weight * math.log(MAX_REGRET) for _, _, weight in weighted]
 
-    def regret(chosen: Sequence[_Schedule]) -> float:
-        reached = (min(of_size) for of_size in zip(*(times[one] for one in chosen), strict=True))
-        return sum(
-            weight * math.log(min(MAX_REGRET, time / shortest))
-            for time, shortest, weight in zip(reached, best, weights, strict=True)
-            if shortest < math.inf
-        )
+    def together(chosen: Sequence[_Schedule]) -> list[float]:
+        return [min(of_size) for of_size in zip(most, *map(regrets.__getitem__, chosen), strict=True)]
+
+    def joined(among: Iterable[_Schedule], chosen: Sequence[_Schedule]) -> tuple[float, _Schedule]:
+        """Returns the least regret of the chosen ones and another one, and that one."""
+        now = together(chosen)
+        return min(((sum(map(min, now, regrets[one])), one) for one in among), key=itemgetter(0))
 
     always = list(first) or list(times)
-    found = [min(always, key=lambda one: regret([one]))]
+    regret, better = joined(always, ())
+    found = [better]
     while len(found) < limit:
-        better = min(times, key=lambda one: regret([*found, one]))
-        if regret([*found, better]) >= regret(found):
+        less, better = joined(times, found)
+        if less >= regret:
             break
+        regret = less
         found.append(better)
     # Each of them in turn is replaced if another one reduces the regret.
     for i in (*range(len(found)), *range(len(found))):
-        rest = found[:i] + found[i + 1 :]
-        better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))
-        if regret([*rest, better]) < regret(found):
-            found[i] = better
+        less, better = joined(times if i else always, found[:i] + found[i + 1 :])
+        if less < regret:
+            regret, found[i] = less, better
     return tuple(found)

@@ -134,12 +134,18 @@ def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[T
     limit = min(SHARED_BYTES, device.shared_memory_per_block)
     for max_loads in MAX_LOADS:
         tiles = candidates(problem.geometry, channels_last, item, asynchronous, limit, max_loads, multiples)
-        finalists = sorted(tiles, key=lambda one: _time(problem, one[0], one[1], device, False))[:FINALISTS]
-        if finalists:
-            return [
-                one[0] for one in sorted(finalists, key=lambda one: _time(problem, one[0], one[1], device))
-            ]
+        ranked = sorted(tiles, key=lambda one: _time(problem, one[0], one[1], device, False))
+        if ranked:
+            finalists = [(_with_min_blocks(*one), one[1]) for one in ranked[:FINALISTS]]
+            finalists.sort(key=lambda one: _time(problem, one[0], one[1], device))
+            return [tile for tile, _ in finalists]
     return []
+
+
+def _with_min_blocks(tile: Tile, taken: Footprint) -> Tile:
+    """Returns the tile with the blocks of a multiprocessor that its registers and threads allow."""
+    blocks = min(65536 // (taken.registers * taken.threads), 2048 // taken.threads)
+    return replace(tile, min_blocks=max(1, blocks))
 
 
 def expected_time(problem: Problem, tile: Tile, device: Device) -> float:
@@ -170,7 +176,8 @@ def candidates(
     max_loads: int,
     multiples: tuple[int, int],
 ) -> Iterator[tuple[Tile, Footprint]]:
-    """Yields the tiles that are worth comparing, for rows of such multiples, and what their blocks take."""
+    """Yields the tiles that are worth comparing, for rows of such multiples, without their ``min_blocks``, and what
+    their blocks take."""
     vertical, horizontal = axes(geometry)
     # 16-bit outputs round away what the order of a sum in float32 changes.
     partial = _partial(geometry) if element_bytes == 4 else 0
@@ -326,8 +333,7 @@ def _staged(
             and taken.registers * block <= 65536
         ):
             found += 1
-            blocks = min(65536 // (taken.registers * block), 2048 // block)
-            yield replace(tile, min_blocks=max(1, blocks)), taken
+            yield tile, taken
         if found == 2:
             return
 

@@ -10,6 +10,7 @@ from math import gcd
 
 from tconv_swap.kernels.common.schedules import PATCHES
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
+from tconv_swap.kernels.gradients.grad_output_tile import max_of_a_bank
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -22,6 +23,8 @@ ALIGNMENT = 16
 #: Columns of the first dimension of the tensor map where a box would have too many columns for one dimension.
 COLUMN_BLOCK = 32
 MAX_INPUT_STAGES = 6
+#: Bytes of shared memory of a block beside its stages.
+FIXED_BYTES = 1024
 MAX_WEIGHT_STAGES = 10
 #: Threads of a block beside its consumers.
 PRODUCER_THREADS = 128
@@ -171,11 +174,13 @@ def input_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
 
 def shared_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
     """Returns the bytes of shared memory of one block; the kernel asserts that it agrees."""
-    return (
-        1024
-        + tile.input_stages * (round_up(input_bytes(problem, tile), 128) + 16)
-        + tile.weight_stages * (tile.channels * 4 * BOX_WORDS + 16)
-    )
+    one_input, one_weight = _stage_bytes(problem, tile)
+    return FIXED_BYTES + tile.input_stages * one_input + tile.weight_stages * one_weight
+
+
+def _stage_bytes(problem: StridedProblem, tile: Im2colTile) -> tuple[int, int]:
+    """Returns the bytes of shared memory of a stage of the input, and of one of the weights."""
+    return round_up(input_bytes(problem, tile), 128) + 16, tile.channels * 4 * BOX_WORDS + 16
 
 
 def tile_counts(problem: StridedProblem, tile: Im2colTile) -> tuple[int, int, int]:
@@ -194,32 +199,26 @@ def work_count(problem: StridedProblem, tile: Im2colTile) -> int:
 
 def conflicts(problem: StridedProblem, tile: Im2colTile) -> float:
     """Returns how many passes over the banks of shared memory a load of the im2col operand takes, on average."""
-    width, size = tile.cols, word(problem)
+    width, size, (step_h, step_w) = tile.cols, word(problem), problem.step
     image = tile.stage_channels * box_h(problem, tile) * tile.box_w
     existing = tile.images * tile.rows * width
+    before = alignment_columns(problem, tile)
 
     def first_element(position: int) -> int:
         if position >= existing:
-            return alignment_columns(problem, tile)
-        rows = (
-            position // (width * tile.rows) * image
-            + position // width % tile.rows * problem.step[0] * tile.box_w
-        )
-        return alignment_columns(problem, tile) + rows + position % width * problem.step[1]
+            return before
+        rows = position // (width * tile.rows) * image + position // width % tile.rows * step_h * tile.box_w
+        return before + rows + position % width * step_w
 
     passes = []
     quads = 1 if regular(problem, tile) else 2 * steps(problem, tile)
-    words = [[offset(problem, tile, (4 * quad + t) * size) for t in range(4)] for quad in range(quads)]
+    read = range(0, quads, max(1, quads // 4))
+    words = [[offset(problem, tile, (4 * quad + t) * size) for t in range(4)] for quad in read]
     for warp, half in product(range(0, 4 * tile.multiplies, 3), range(2)):
-        positions = [
-            first_element(warp * 16 + (2 * g + half if tile.paired else g + 8 * half)) for g in range(8)
-        ]
-        for quad in words[:: max(1, quads // 4)]:
-            banks: dict[int, set[int]] = {}
-            for position, at in product(positions, quad):
-                found = (position + at) // size
-                banks.setdefault(found % 32, set()).add(found)
-            passes.append(max(map(len, banks.values())))
+        lanes = range(half, 16, 2) if tile.paired else range(8 * half, 8 * half + 8)
+        positions = [first_element(warp * 16 + lane) for lane in lanes]
+        for quad in words:
+            passes.append(max_of_a_bank({(first + at) // size for first in positions for at in quad}))
     return sum(passes) / len(passes)
 
 
@@ -229,8 +228,9 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
     geometry = problem.geometry
     out_item = 4 if tile.splits > 1 else problem.item
     multiplies = tile.multiplies
+    stage_steps = steps(problem, tile)
     row = tile.box_w * problem.item
-    rows = input_bytes(problem, tile) / row / steps(problem, tile)
+    rows = input_bytes(problem, tile) / row / stage_steps
     weights = 4 * STEP_WORDS * tile.channels
     # Rows follow one another in shared memory, so they begin anywhere in a line.
     lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
@@ -238,8 +238,8 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
     loads = 16 * passes * (2 if halves(problem, tile) else 1)
     memory = multiplies * (loads + tile.channels / 4) + (weights + rows * row) / 128
     step = max(1.05 * multiplies * tile.channels / 2, memory, load)
-    stages = rounds(problem, tile) * round_stages(steps(problem, tile))
-    count = stages * steps(problem, tile) / tile.splits
+    stages = rounds(problem, tile) * round_stages(stage_steps)
+    count = stages * stage_steps / tile.splits
     store = tile.positions * tile.channels * out_item / STORE_BYTES
     waves = ceil_div(work_count(problem, tile), multiprocessors)
     total = waves * (count * step + store + TILE_CLOCKS)
@@ -347,16 +347,14 @@ def _padded(problem: StridedProblem, box_w: int) -> list[int]:
 
 def _with_stages(problem: StridedProblem, tile: Im2colTile, device: Device) -> Im2colTile | None:
     """Returns the tile with the stages that hold the most steps of k, or None if two of each do not fit."""
-    fixed = shared_bytes(problem, replace(tile, input_stages=0, weight_stages=0))
-    one_input = shared_bytes(problem, replace(tile, input_stages=1, weight_stages=0)) - fixed
-    one_weight = tile.channels * 4 * BOX_WORDS + 16
-    room = device.shared_memory_per_block - fixed
+    one_input, one_weight = _stage_bytes(problem, tile)
+    room, one_stage = device.shared_memory_per_block - FIXED_BYTES, steps(problem, tile)
     best, found = 0.0, None
     for inputs in range(2, MAX_INPUT_STAGES + 1):
         weights = min(MAX_WEIGHT_STAGES, (room - inputs * one_input) // one_weight)
         if weights < 2:
             break
-        steps_ahead = min(inputs * steps(problem, tile), 4 * weights) + 0.01 * min(inputs, weights)
+        steps_ahead = min(inputs * one_stage, 4 * weights) + 0.01 * min(inputs, weights)
         if steps_ahead > best:
-            best, found = steps_ahead, replace(tile, input_stages=inputs, weight_stages=weights)
-    return found
+            best, found = steps_ahead, (inputs, weights)
+    return found and replace(tile, input_stages=found[0], weight_stages=found[1])

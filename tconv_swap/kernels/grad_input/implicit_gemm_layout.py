@@ -44,6 +44,11 @@ class StridedProblem(TileProblem):
     even: bool = False
 
     @property
+    def positions(self) -> Pair:
+        """Returns the rows and columns of positions of an image: the pixels of grad_input."""
+        return self.geometry.out_height, self.geometry.out_width
+
+    @property
     def row_multiple(self) -> int:
         """Returns a number that divides the columns of grad_output at every size, and with ``flat`` the columns that
         the positions of a row have there."""
@@ -78,15 +83,10 @@ class StridedProblem(TileProblem):
         return self.geometry.padding == (0, 0) and self.max_shift == (0, 0)
 
     @property
-    def phases_used(self) -> tuple[list[int], list[int]]:
+    def phases_used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the phases of grad_output that have taps, for each axis."""
-        rows, cols = (
-            sorted({k * dilation % step for k in range(kernel)})
-            for kernel, dilation, step in zip(
-                self.geometry.kernel, self.geometry.dilation, self.step, strict=True
-            )
-        )
-        return rows, cols
+        (kh, kw), (dh, dw), (step_h, step_w) = self.geometry.kernel, self.geometry.dilation, self.step
+        return _phases_of(kh, dh, step_h), _phases_of(kw, dw, step_w)
 
     @property
     def reach(self) -> Pair:
@@ -97,7 +97,13 @@ class StridedProblem(TileProblem):
     @property
     def max_shift(self) -> Pair:
         """Returns the greatest shift of a tap within the image of its phase, for each axis."""
-        return self.reach[0] // self.step[0], self.reach[1] // self.step[1]
+        reach_h, reach_w = self.reach
+        return reach_h // self.step[0], reach_w // self.step[1]
+
+
+@lru_cache(maxsize=1024)
+def _phases_of(kernel: int, dilation: int, step: int) -> tuple[int, ...]:
+    return tuple(sorted({k * dilation % step for k in range(kernel)}))
 
 
 def as_convolution(problem: Problem) -> StridedProblem:

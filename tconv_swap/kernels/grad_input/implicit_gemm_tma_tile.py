@@ -168,11 +168,16 @@ def input_bytes(problem: StridedProblem, tile: TmaTile) -> int:
 
 def shared_bytes(problem: StridedProblem, tile: TmaTile) -> int:
     """Returns the bytes of shared memory of one block; the kernel asserts that it agrees."""
+    fixed, one_input, one_weight = _bytes_of(problem, tile)
+    return fixed + tile.input_stages * one_input + tile.weight_stages * one_weight
+
+
+def _bytes_of(problem: StridedProblem, tile: TmaTile) -> tuple[int, int, int]:
+    """Returns the bytes of shared memory beside the stages, of a stage of the input, and of one of the weights."""
     return (
-        1024
-        + tile.input_stages * (round_up(input_bytes(problem, tile), 1024) + 16)
-        + tile.weight_stages * (tile.channels * ROW_BYTES + 16)
-        + tile.consumers * (tile.warpgroups * 64 * ROW_BYTES + 8)
+        1024 + tile.consumers * (tile.warpgroups * 64 * ROW_BYTES + 8),
+        round_up(input_bytes(problem, tile), 1024) + 16,
+        tile.channels * ROW_BYTES + 16,
     )
 
 
@@ -243,18 +248,17 @@ def tiles(problem: StridedProblem, device: Device) -> Iterator[TmaTile]:
 def _with_stages(problem: StridedProblem, tile: TmaTile, device: Device) -> TmaTile | None:
     """Returns the tile with the stages that hold the most taps, or None if two of each do not fit."""
     taps = problem.geometry.taps / phase_count(problem, tile)
-    fixed = shared_bytes(problem, replace(tile, input_stages=0, weight_stages=0))
-    one_input = shared_bytes(problem, replace(tile, input_stages=1, weight_stages=0)) - fixed
+    fixed, one_input, one_weight = _bytes_of(problem, tile)
     room = device.shared_memory_per_block - fixed
     best, found = 0.0, None
     for inputs in range(2, MAX_INPUT_STAGES + 1):
-        weights = min(MAX_WEIGHT_STAGES, (room - inputs * one_input) // (tile.channels * ROW_BYTES + 16))
+        weights = min(MAX_WEIGHT_STAGES, (room - inputs * one_input) // one_weight)
         if weights < 2:
             break
         taps_ahead = min(inputs * taps, weights) + 0.01 * min(inputs, weights)
         if taps_ahead > best:
-            best, found = taps_ahead, replace(tile, input_stages=inputs, weight_stages=weights)
-    return found
+            best, found = taps_ahead, (inputs, weights)
+    return found and replace(tile, input_stages=found[0], weight_stages=found[1])
 
 
 def _shapes(problem: StridedProblem) -> Iterator[TmaTile]:

@@ -48,8 +48,13 @@ def for_size(
     tile: _Tile, problem: StridedProblem, legal: Callable[[StridedProblem, _Tile], bool]
 ) -> Iterator[_Tile]:
     """Yields the tile with each number of splits that this size allows."""
+    if tile.splits == 1:
+        if legal(problem, tile):
+            yield tile
+        return
     count = grad_input_elements(problem)
-    for splits in SPLITS if tile.splits > 1 else (1,):
-        one = replace(tile, splits=splits) if splits != tile.splits else tile
-        if (splits == 1 or 4 * count * splits <= WORKSPACE_LIMIT_BYTES) and legal(problem, one):
-            yield one
+    for splits in SPLITS:
+        if 4 * count * splits <= WORKSPACE_LIMIT_BYTES:
+            one = replace(tile, splits=splits) if splits != tile.splits else tile
+            if legal(problem, one):
+                yield one

@@ -80,30 +80,32 @@ def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...
 
 def _schedule_of(geometry: Geometry, tile: Tile) -> Schedule:
     """Returns the schedule that a tile belongs to."""
-    p = tile.pixels
-    columns = columns_of(geometry, p)
-    width = min_out_width(geometry, p) if columns.whole else 0
-    return Schedule(replace(tile, pixels=replace(p, row_pitch=p.cols)), columns, width)
+    columns, width = _columns_of(geometry, tile.pixels)
+    return Schedule(replace(tile, pixels=_of_any_pitch(tile.pixels)), columns, width)
+
+
+def _columns_of(geometry: Geometry, pixels: Pixels) -> tuple[Columns, int]:
+    columns = columns_of(geometry, pixels)
+    return columns, min_out_width(geometry, pixels) if columns.whole else 0
+
+
+def _of_any_pitch(pixels: Pixels) -> Pixels:
+    return replace(pixels, row_pitch=pixels.cols)
 
 
 def _tile_of(geometry: Geometry, one: Schedule, device: Device) -> Tile | None:
     """Returns the schedule's tile with the splits and row pitch of the size; None if the schedule does not
     compute it."""
-    p = one.tile.pixels
-    for pixels in _pixels_of(geometry):
-        if (pixels.images, pixels.rows, pixels.cols, pixels.has_halo) == (
-            p.images,
-            p.rows,
-            p.cols,
-            p.has_halo,
-        ):
-            tile = replace(one.tile, pixels=pixels)
-            if _schedule_of(geometry, tile) == one:
-                return with_splits(geometry, tile, device)
+    for pixels in _pixels_of(geometry).get(one.tile.pixels, ()):
+        if _columns_of(geometry, pixels) == (one.columns, one.min_out_width):
+            return with_splits(geometry, replace(one.tile, pixels=pixels), device)
     return None
 
 
 @lru_cache(maxsize=64)
-def _pixels_of(geometry: Geometry) -> tuple[Pixels, ...]:
-    """Returns the stages that cover the images."""
-    return tuple(pixels_of(geometry))
+def _pixels_of(geometry: Geometry) -> dict[Pixels, list[Pixels]]:
+    """Returns the stages that cover the images, by what is compiled into a kernel of them."""
+    found: dict[Pixels, list[Pixels]] = {}
+    for pixels in pixels_of(geometry):
+        found.setdefault(_of_any_pitch(pixels), []).append(pixels)
+    return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from tconv_swap.geometry import Geometry
@@ -75,19 +76,15 @@ class Tile:
         first_taps = self._first_taps(geometry)
         return [(k - first) * dilation // stride for k, first in enumerate(first_taps)]
 
-    def _first_taps(self, geometry: Geometry) -> list[int]:
+    def _first_taps(self, geometry: Geometry) -> Sequence[int]:
         """Returns for each column of taps the first one that reads the same box."""
-        stride, dilation = geometry.stride[1], geometry.dilation[1]
-        return [
-            k
-            if self.box_per_tap_col
-            else next(first for first in range(k + 1) if (k - first) * dilation % stride == 0)
-            for k in range(self.taps[1])
-        ]
+        if self.box_per_tap_col:
+            return range(self.taps[1])
+        return _first_taps(self.taps[1], geometry.stride[1], geometry.dilation[1])
 
     def pitch(self, geometry: Geometry) -> int:
         """Returns the columns of grad_output in a box."""
-        return self.pixels.cols + max(self.shifts(geometry))
+        return self.pixels.cols + (0 if self.box_per_tap_col else max(self.shifts(geometry)))
 
     def box_bytes(self, geometry: Geometry) -> int:
         """Returns the bytes that a box of grad_output loads."""
@@ -123,6 +120,13 @@ class Tile:
             f"{', a box per tap column' if self.box_per_tap_col else ''}, {self.splits} splits"
             f"{', reduced in pairs' if self.cluster == 2 else ''}"
         )
+
+
+@lru_cache(maxsize=1024)
+def _first_taps(taps: int, stride: int, dilation: int) -> tuple[int, ...]:
+    return tuple(
+        next(first for first in range(k + 1) if (k - first) * dilation % stride == 0) for k in range(taps)
+    )
 
 
 def rows_are_contiguous(geometry: Geometry) -> bool:

@@ -86,12 +86,6 @@ class Schedule:
         return expected_clocks(self.work, self.tile, pixel_tiles(geometry, self.tile.shape), device)
 
 
-def schedule_of(problem: Problem, tile: Tile) -> Schedule:
-    """Returns the schedule of a layer's kernel with this tile."""
-    operands = windows(problem, tile)
-    return Schedule(problem, tile, operands, work_of(problem, tile, operands))
-
-
 def choose(problem: Problem, device: Device, count: int, limit: int) -> list[Schedule]:
     """Returns at most ``count`` schedules for this size, the fastest expected first.
     The first is one of the layer's kernels, of which there are at most ``limit`` over all sizes; the others
@@ -141,9 +135,9 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
         # All maps of one pixel are equal.
         one_size = len(sizes) == 1
         usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if one_size else USUAL_PIXELS
-        tile = next(_tiles(layer, shape, usual, multiples[0], device), None)
-        if tile is not None:
-            firsts[shape.wgmma].append((shape, schedule_of(layer, tile)))
+        one = next(_schedules_of(layer, shape, usual, multiples[0], device), None)
+        if one is not None:
+            firsts[shape.wgmma].append((shape, one))
     shapes: dict[Shape, None] = {}
     for kind in firsts.values():
         for size in sizes:
@@ -155,14 +149,13 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
                 return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
 
             shapes.update((shape, None) for shape, _ in sorted(kind, key=clocks)[:SHAPES_TRIED])
-    found = []
+    found: list[Schedule] = []
     for shape in shapes:
         choices = dict.fromkeys(
             one for size in sizes for one in _pixel_choices(size, step_pixels(layer) * shape.warps[3])
         )
         for divided in multiples:
-            tiles = _tiles(layer, shape, list(choices), divided, device)
-            found += [schedule_of(layer, tile) for tile in tiles]
+            found += _schedules_of(layer, shape, list(choices), divided, device)
     return tuple(found)
 
 
@@ -193,20 +186,19 @@ def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
                 yield Shape(taps, tap_step, *warps, wgmma)
 
 
-def _tiles(
+def _schedules_of(
     problem: Problem,
     shape: Shape,
     choices: Sequence[tuple[int, int, int]],
     multiples: Pair,
     device: Device,
-) -> Iterator[Tile]:
-    """Yields the tiles of one shape with each choice of pixels that fits."""
-    for pixels, blocks in itertools.product(choices, (1, 2)):
-        if math.prod(shape.warps) * blocks > 16 or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
-            continue
-        if math.prod(pixels) % (step_pixels(problem) * shape.warps[3]):
-            continue
-        tile = Tile(
+) -> Iterator[Schedule]:
+    """Yields the schedules of one shape with each choice of pixels that fits."""
+    step = step_pixels(problem) * shape.warps[3]
+    warps, most = math.prod(shape.warps), 4 if shape.wgmma else 3
+
+    def tile_of(pixels: tuple[int, int, int], stages: int, blocks: int) -> Tile:
+        return Tile(
             shape.warps,
             shape.warp_m,
             shape.warp_n,
@@ -214,14 +206,26 @@ def _tiles(
             shape.taps,
             shape.tap_step,
             *pixels,
-            4 if shape.wgmma else 3,
+            stages,
             blocks,
             shape.wgmma,
             multiples,
         )
-        stages = _fitting_stages(problem, tile, device)
-        if stages:
-            yield tile if stages == tile.stages else replace(tile, stages=stages)
+
+    for pixels in choices:
+        if math.prod(pixels) % step or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
+            continue
+        operands: Operands | None = None
+        for blocks in (1, 2):
+            if warps * blocks > 16:
+                break
+            tile = tile_of(pixels, most, blocks)
+            operands = operands or windows(problem, tile)
+            stages = _fitting_stages(problem, tile, operands, device)
+            if not stages:
+                break  # where one block has no room, two have none
+            tile = tile if stages == most else tile_of(pixels, stages, blocks)
+            yield Schedule(problem, tile, operands, work_of(problem, tile, operands))
 
 
 _Warps = tuple[tuple[int, int, int, int], int, int, int]
@@ -361,10 +365,10 @@ def registers(problem: Problem, tile: Tile, operands: Operands) -> tuple[int, in
     return taken, min(255, REGISTERS // threads // 8 * 8)
 
 
-def _fitting_stages(problem: Problem, tile: Tile, device: Device) -> int:
+def _fitting_stages(problem: Problem, tile: Tile, operands: Operands, device: Device) -> int:
     """Returns with how many stages the tile fits registers and shared memory: its own or one less; 0 if with
-    neither."""
-    operands = into, out = windows(problem, tile)
+    neither. ``operands``: its windows."""
+    into, out = operands
     if out.span[0] > MAX_ROWS or out.span[1] > MAX_COLS:
         return 0
     taken, available = registers(problem, tile, operands)

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tconv_swap.geometry import Geometry
+import torch
+
+from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
@@ -104,19 +106,40 @@ def share_of(layer: Problem, limit: int) -> int:
     return 1 if layer.geometry.height == 1 else limit - 1
 
 
-@lru_cache(maxsize=256)
 def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     """Returns the problem that stands for all sizes of a layer.
     It has the output padding with which the outputs of rows of 64 pixels are multiples of the largest power of
     two. Maps of one pixel stand for themselves if they have a kernel of their own and ``pixels_apart`` is true.
     """
     g = problem.geometry
-    if pixels_apart and g.height == g.width == 1 and has_pixels(g):
-        return replace(problem, geometry=replace(g, batch=1, output_padding=(0, 0)))
-    width = g.out_width - g.output_padding[1] + (64 - g.width) * g.stride[1]
-    paddings = max(g.stride[1], g.dilation[1])
-    padding = max(range(paddings), key=lambda extra: (width + extra) & -(width + extra))
-    return replace(problem, geometry=replace(g, batch=1, height=64, width=64, output_padding=(0, padding)))
+    one_pixel = pixels_apart and g.height == g.width == 1 and has_pixels(g)
+    axes = (g.kernel, g.stride, g.padding, g.dilation)
+    layout = (problem.channels_last, problem.weight_channels_last)
+    layer = (g.in_channels, g.out_channels, g.groups)
+    return _of_any_size(one_pixel, layer, axes, problem.dtype, problem.precision, layout)
+
+
+@lru_cache(maxsize=1024)
+def _of_any_size(
+    one_pixel: bool,
+    layer: tuple[int, int, int],
+    axes: tuple[Pair, Pair, Pair, Pair],
+    dtype: torch.dtype,
+    precision: str,
+    layout: tuple[bool, bool],
+) -> Problem:
+    """Returns the same from what all sizes of a layer have in common."""
+    (in_channels, out_channels, groups), (kernel, stride, padding, dilation) = layer, axes
+    side = 1 if one_pixel else 64
+    geometry = Geometry(
+        1, in_channels, side, side, out_channels, kernel, stride, padding, (0, 0), dilation, groups
+    )
+    if not one_pixel:
+        width = geometry.out_width
+        paddings = range(max(stride[1], dilation[1]))
+        last = max(paddings, key=lambda extra: (width + extra) & -(width + extra))
+        geometry = replace(geometry, output_padding=(0, last))
+    return Problem(geometry, dtype, precision, *layout)
 
 
 def taps_cover_stride(geometry: Geometry, axis: int) -> bool:

@@ -72,12 +72,13 @@ def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
 
 def expected_clocks(work: Work, tile: Tile, tiles: int, device: Device) -> float:
     """Returns the expected clocks of the whole launch over ``tiles`` tiles of pixels."""
+    multiprocessors, resident = device.multiprocessors, tile.blocks_per_multiprocessor
     splits = splits_of(work, tile, tiles, device)
     tiles_per_split = ceil_div(tiles, splits)
     blocks = work.blocks * splits
-    waves = ceil_div(blocks, device.multiprocessors * tile.blocks_per_multiprocessor)
-    shared_by = min(tile.blocks_per_multiprocessor, ceil_div(blocks, device.multiprocessors))
-    gradient = work.split_bytes / (device.multiprocessors * 20)
+    waves = ceil_div(blocks, multiprocessors * resident)
+    shared_by = 1 if resident == 1 else min(resident, ceil_div(blocks, multiprocessors))
+    gradient = work.split_bytes / (multiprocessors * 20)
     copies = splits * work.copies
     # Partial sums are written, then read by another launch that writes the gradient.
     partial = gradient if copies == 1 else (2 * copies + 2) * gradient + 5000

@@ -236,25 +236,46 @@ def _grad_output_window(
 ) -> Window:
     """Returns the window of grad_output."""
     g = problem.geometry
-    pitch = [tap_step[axis] * g.dilation[axis] for axis in (0, 1)]
-    period = [g.stride[axis] // math.gcd(g.stride[axis], pitch[axis]) for axis in (0, 1)]
-    phases = min(taps[0], period[0]), min(taps[1], period[1])
-    shifts = (taps[0] - 1) * pitch[0] // g.stride[0], (taps[1] - 1) * pitch[1] // g.stride[1]
-    classes = min(tap_step[1], g.kernel[1])
-    blocks = classes * ceil_div(ceil_div(g.kernel[1], tap_step[1]), taps[1])
-    bases = [
-        (block % classes + block // classes * taps[1] * tap_step[1]) * g.dilation[1] - g.padding[1]
-        for block in range(blocks)
-    ]
+    rows, columns = (
+        _taps_of(taps[axis], tap_step[axis] * g.dilation[axis], g.stride[axis]) for axis in (0, 1)
+    )
+    phases, shifts = (rows[0], columns[0]), (rows[1], columns[1])
     span = pixels[2] * g.stride[1]
     # Columns of different phases go to different places, so they are copied one by one.
     split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
     copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiple, span)
     found = [
-        _window(problem, pixels, channels, phases, shifts, g.stride, max(b % copy for b in bases), copy)
+        _window(
+            problem,
+            pixels,
+            channels,
+            phases,
+            shifts,
+            g.stride,
+            _misalignment(g.kernel[1], g.dilation[1], g.padding[1], taps[1], tap_step[1], copy),
+            copy,
+        )
         for copy in copies
     ]
     return _of_fewest_registers(found, threads, -1)
+
+
+@lru_cache(maxsize=1024)
+def _taps_of(taps: int, pitch: int, stride: int) -> Pair:
+    """Returns the phases that ``taps`` taps touch along an axis, and how far they reach within a phase."""
+    return min(taps, stride // math.gcd(stride, pitch)), (taps - 1) * pitch // stride
+
+
+@lru_cache(maxsize=1024)
+def _misalignment(kernel: int, dilation: int, padding: int, taps: int, tap_step: int, copy: int) -> int:
+    """Returns the most columns from the aligned address at which a row is copied to the column of a block's first
+    tap."""
+    classes = min(tap_step, kernel)
+    blocks = classes * ceil_div(ceil_div(kernel, tap_step), taps)
+    bases = (
+        (block % classes + block // classes * taps * tap_step) * dilation - padding for block in range(blocks)
+    )
+    return max(base % copy for base in bases)
 
 
 def _of_fewest_registers(found: list[Window], threads: int, sign: int) -> Window:

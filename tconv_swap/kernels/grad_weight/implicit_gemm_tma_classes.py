@@ -123,13 +123,15 @@ def expected_clocks(work: Work, tiles: int, elements: int, device: Device) -> tu
     gradient = work.split_bytes / (multiprocessors * PARTIAL_RATE)
     # Nothing is multiplied until the first stage has arrived, and all blocks start at once.
     start = work.copied / MEMORY_RATE + BLOCK_CLOCKS
-    best = math.inf, 1
+    best, best_splits = math.inf, 1
     for splits in split_choices(work, tiles, device):
         waves = ceil_div(work.blocks * splits, multiprocessors)
-        block = ceil_div(tiles, splits) * work.clocks + start
+        product = waves * (ceil_div(tiles, splits) * work.clocks + start)
         partial = gradient if splits == 1 else (2 * splits + 2) * gradient + REDUCTION_CLOCKS
-        best = min(best, (max(waves * block, memory) + partial, splits))
-    return best
+        clocks = (product if product > memory else memory) + partial
+        if clocks < best:
+            best, best_splits = clocks, splits
+    return best, best_splits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -95,10 +95,13 @@ class Axis:
 def axis_of(problem: Problem, tile: Tile, axis: int) -> Axis:
     """Returns the taps of a tile along one axis."""
     g = problem.geometry
-    pitch = tile.tap_step[axis] * g.dilation[axis]
-    period = g.stride[axis] // math.gcd(g.stride[axis], pitch)
-    count = tile.taps[axis]
-    return Axis(pitch, period, min(count, period), (count - 1) * pitch // g.stride[axis])
+    return _axis(tile.taps[axis], tile.tap_step[axis] * g.dilation[axis], g.stride[axis])
+
+
+@lru_cache(maxsize=4096)
+def _axis(count: int, pitch: int, stride: int) -> Axis:
+    period = stride // math.gcd(stride, pitch)
+    return Axis(pitch, period, min(count, period), (count - 1) * pitch // stride)
 
 
 def box_shape(problem: Problem, tma_tile: TmaTile) -> tuple[int, int, int]:
@@ -225,7 +228,7 @@ def candidates(
 
 def _with_max_stages(problem: Problem, tma_tile: TmaTile, device: Device) -> TmaTile | None:
     """Returns the tile with as many stages as shared memory holds, or None if those are too few."""
-    if box_count(problem, tma_tile) > MAX_BOXES or not tma_tile.fits_registers:
+    if not tma_tile.fits_registers or box_count(problem, tma_tile) > MAX_BOXES:
         return None
     available = device.shared_memory_per_block - BOX_ALIGNMENT
     each = stage_bytes(problem, tma_tile)

@@ -260,21 +260,23 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     continue
                 if ceil_div(geometry.width, tile_w) * _split_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
                     continue
+                unpitched = GradOutputTile(
+                    tile_h=tile_h,
+                    tile_w=tile_w,
+                    block_groups=groups,
+                    chunk_co=chunk[0],
+                    chunk_kh=chunk[1],
+                    load=load,
+                    async_=asynchronous,
+                    threads=32 * warps,
+                )
+                if not loadable(problem, unpitched):
+                    continue
+                loading = loader_registers(problem, unpitched)
+                sums = m_tiles * n_tiles * 4
                 for vector in (1, 2, 4):
-                    grad_output = GradOutputTile(
-                        tile_h=tile_h,
-                        tile_w=tile_w,
-                        block_groups=groups,
-                        chunk_co=chunk[0],
-                        chunk_kh=chunk[1],
-                        load=load,
-                        async_=asynchronous,
-                        threads=32 * warps,
-                    )
-                    aligned = channels_last or geometry.width % vector == 0
-                    if not aligned or not loadable(problem, grad_output):
+                    if not channels_last and geometry.width % vector:
                         continue
-                    sums = m_tiles * n_tiles * 4
                     words = _input_words(problem, groups, m_tiles, vector)
                     units = tile_h * tile_w // 16 // warps_k
                     depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
@@ -284,12 +286,12 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         + 8 * m_tiles
                         + words * depth
                         + n_tiles * (7 if rounds_nothing(problem) else 3)
-                        + loader_registers(problem, grad_output)
+                        + loading
                     )
-                    if needed > 250 or needed * grad_output.threads > REGISTERS:
+                    if needed > 250 or needed * unpitched.threads > REGISTERS:
                         continue
                     grad_output, passes = with_pitches(
-                        layer, grad_output, channels_last, tuple(vector * t for t in range(4)), True
+                        layer, unpitched, channels_last, (0, vector, 2 * vector, 3 * vector), True
                     )
                     exchange = warps // warps_k * (warps_k // 2) * sums * 32
                     shared = 4 * max(grad_output.shared_words, exchange)

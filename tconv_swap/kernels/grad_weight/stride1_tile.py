@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -174,9 +174,15 @@ def _row_bytes(problem: Problem, tile: Stride1Tile) -> tuple[int, int]:
 
 def shared_bytes(problem: Problem, tile: Stride1Tile) -> int:
     """Returns the dynamic shared memory of a block; grad_weight/stride1_layout.cuh asserts the same."""
+    fixed, one_stage = _fixed_and_stage_bytes(problem, tile)
+    return fixed + tile.stages * one_stage
+
+
+def _fixed_and_stage_bytes(problem: Problem, tile: Stride1Tile) -> tuple[int, int]:
+    """Returns the bytes of shared memory beside the stages, and of a stage."""
     into, out = _row_bytes(problem, tile)
     raw = raw_stages(problem) * (into + 16)
-    return (tile.stages + tile.tap_rows - 1) * into + tile.stages * (out + 16) + raw + EXTRA_BYTES
+    return (tile.tap_rows - 1) * into + raw + EXTRA_BYTES, into + out + 16
 
 
 def tiles_of(geometry: Geometry, tile: Stride1Tile) -> int:
@@ -213,17 +219,10 @@ def candidates(problem: Problem, device: Device) -> Iterator[Stride1Tile]:
 
 def _with_stages(problem: Problem, tile: Stride1Tile, device: Device) -> Stride1Tile:
     """Returns the tile with as many stages as shared memory holds; 0 where those are too few."""
-    return replace(
-        tile,
-        stages=max(
-            (
-                stages
-                for stages in range(tile.tap_rows + 1, MAX_STAGES + tile.tap_rows)
-                if shared_bytes(problem, replace(tile, stages=stages)) <= device.shared_memory_per_block
-            ),
-            default=0,
-        ),
-    )
+    most, fewest = MAX_STAGES + tile.tap_rows - 1, tile.tap_rows + 1
+    fixed, one_stage = _fixed_and_stage_bytes(problem, tile)
+    stages = min(most, (device.shared_memory_per_block - fixed) // one_stage)
+    return replace(tile, stages=stages if stages >= fewest else 0)
 
 
 def with_splits(problem: Problem, tile: Stride1Tile, device: Device) -> Stride1Tile:
@@ -237,13 +236,19 @@ def with_splits(problem: Problem, tile: Stride1Tile, device: Device) -> Stride1T
     counts = range(ceil_div(g.out_height, max_rows), ceil_div(g.out_height, 8) + 1)
     for segment in dict.fromkeys(ceil_div(g.out_height, count) for count in counts):
         segments = col_tiles * ceil_div(g.out_height, segment)
-        flush = max(1, max_rows // segment)
-        made.append(replace(tile, segment=segment, flush=flush, splits=min(max_splits, segments)))
-    return min(made, key=lambda one: expected_clocks(problem, one, device))
+        made.append((segment, max(1, max_rows // segment), min(max_splits, segments)))
+    clocks = _clocks(problem, tile, device)
+    segment, flush, splits = min(made, key=lambda one: clocks(*one))
+    return replace(tile, segment=segment, flush=flush, splits=splits)
 
 
 def expected_clocks(problem: Problem, tile: Stride1Tile, device: Device) -> float:
     """Returns the expected clocks of the product; the reduction of its splits costs the same for all tiles."""
+    return _clocks(problem, tile, device)(tile.segment, tile.flush, tile.splits)
+
+
+def _clocks(problem: Problem, tile: Stride1Tile, device: Device) -> Callable[[int, int, int], float]:
+    """Returns the expected clocks of the product as a function of segment, flush and splits."""
     g = problem.geometry
     into, out = _row_bytes(problem, tile)
     if not problem.channels_last:
@@ -251,8 +256,12 @@ def expected_clocks(problem: Problem, tile: Stride1Tile, device: Device) -> floa
     steps = tile.cols * problem.dtype.itemsize // STEP_BYTES
     multiplies = tile.warpgroups * tile.m_tiles * tile.columns // 2 * steps * 1.1
     row = max(multiplies + ROW_CLOCKS, (into + out) / L2_RATE)
-    segments = g.batch * ceil_div(g.width, tile.cols) * ceil_div(g.out_height, tile.segment)
-    per_split = ceil_div(segments, tile.splits)
-    clocks = tile.segment * row + (tile.tap_rows - 1) * into / L2_RATE
-    waves = ceil_div(tiles_of(g, tile) * tile.splits, device.multiprocessors)
-    return waves * (per_split * clocks + ceil_div(per_split, tile.flush) * FLUSH_CLOCKS)
+    col_tiles, blocks, out_height = g.batch * ceil_div(g.width, tile.cols), tiles_of(g, tile), g.out_height
+    first_rows = (tile.tap_rows - 1) * into / L2_RATE
+
+    def clocks(segment: int, flush: int, splits: int) -> float:
+        per_split = ceil_div(col_tiles * ceil_div(out_height, segment), splits)
+        waves = ceil_div(blocks * splits, device.multiprocessors)
+        return waves * (per_split * (segment * row + first_rows) + ceil_div(per_split, flush) * FLUSH_CLOCKS)
+
+    return clocks

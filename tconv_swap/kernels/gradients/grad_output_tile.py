@@ -13,6 +13,8 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
 
 BANKS = 32
+#: For how many groups of taps, each read by one load, the passes over the banks are counted.
+GROUPS_EXAMINED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +161,53 @@ def _passes(
     taps_on_rows: bool,
 ) -> float:
     """Returns how many passes over the banks a warp's load takes, on average over the taps of a chunk."""
-    kernel, stride, dilation = axes
     pixel_pitch, row_pitch, plane = pitches
-    step = gcd(stride[0], dilation[0]) if chunk[1] > 1 else stride[0]
-    offsets = []
-    for tap in range(chunk[0] * chunk[1] * kernel[1]):
-        rest, kw = divmod(tap, kernel[1])
-        co, kh = divmod(rest, chunk[1])
-        across, column = divmod(left_padding + kw * dilation[1], stride[1])
-        offsets.append(co * plane + kh * dilation[0] // step * row_pitch + across * pixel_pitch + column)
     width = 8 if taps_on_rows else 4
-    groups = [offsets[i : i + width] for i in range(0, len(offsets), width)][:16]
+    offsets = [
+        co * plane + row * row_pitch + across * pixel_pitch + column
+        for co, row, across, column in _first_taps(axes, left_padding, chunk, GROUPS_EXAMINED * width)
+    ]
+    groups = [offsets[i : i + width] for i in range(0, len(offsets), width)]
     bases = [pixel * pixel_pitch for pixel in pixels]
+    # Groups whose taps are equally far apart take equally many passes.
+    found: dict[tuple[int, ...], int] = {}
     total = 0
     for taps in groups:
-        # All pixels are read at each tap of the group, by one lane or, where taps are fewer than lanes, by several.
-        total += _max_of_a_bank({base + tap for base in bases for tap in taps})
+        apart = tuple([tap - taps[0] for tap in taps])
+        if apart not in found:
+            # All pixels are read at each tap of the group, by one lane or, where taps are fewer than lanes, by several.
+            found[apart] = max_of_a_bank({base + tap for base in bases for tap in apart})
+        total += found[apart]
     return total / len(groups)
 
 
-def _max_of_a_bank(words: set[int]) -> int:
+@lru_cache(maxsize=256)
+def _first_taps(
+    axes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
+    left_padding: int,
+    chunk: tuple[int, int],
+    count: int,
+) -> list[tuple[int, int, int, int]]:
+    """Returns where at most ``count`` taps of a chunk read: output channel, row of the tile, stride, column in it."""
+    kernel, stride, dilation = axes
+    step = gcd(stride[0], dilation[0]) if chunk[1] > 1 else stride[0]
+    found = []
+    for tap in range(min(count, chunk[0] * chunk[1] * kernel[1])):
+        rest, kw = divmod(tap, kernel[1])
+        co, kh = divmod(rest, chunk[1])
+        found.append((co, kh * dilation[0] // step, *divmod(left_padding + kw * dilation[1], stride[1])))
+    return found
+
+
+def max_of_a_bank(words: set[int]) -> int:
     """Returns how many of the words lie in the bank that has most of them."""
     banks = [word % BANKS for word in words]
-    used = set(banks)
-    return 1 if len(used) == len(banks) else max(map(banks.count, used))
+    if len(set(banks)) == len(banks):
+        return 1
+    counts = [0] * BANKS
+    for bank in banks:
+        counts[bank] += 1
+    return max(counts)
 
 
 def divisors(number: int, limit: int) -> list[int]:
