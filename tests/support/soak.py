@@ -35,7 +35,7 @@ RECENT = 64
 #: The fraction of calls that are compared with float64.
 CHECKED = 0.04
 #: The pool of numbers for tensors; a tensor begins at a random one of the first.
-POOL, BEGINNINGS = 1 << 19, 4096
+POOL, BEGINNINGS = 1 << 20, 4096
 #: How often the call plans are counted.
 COUNTED_EVERY = 500
 #: csrc/plan_cache.h keeps two halves of so many.
