@@ -14,6 +14,8 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import SINGLE, SIZES, SIZES_OF_ONE_ROW
 
 _SIDE = 64
+#: The elements of the input, the output and the weight of a usual size: 1 GiB of float32.
+MAX_ELEMENTS = 1 << 28
 
 
 @lru_cache(maxsize=4096)
@@ -31,7 +33,8 @@ def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[f
         for batch, height, width in (SIZES_OF_ONE_ROW if one_row else SIZES)
     }
     found = {size: weight for size, weight in found.items() if min(size.out_height, size.out_width) > 0}
-    return tuple(found), tuple(found.values())
+    usual = {size: weight for size, weight in found.items() if size.elements <= MAX_ELEMENTS} or found
+    return tuple(usual), tuple(usual.values())
 
 
 def power_of_two_dividing(n: int, limit: int) -> int:
