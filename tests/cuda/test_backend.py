@@ -125,6 +125,7 @@ VOCODER = Geometry(24, 1548, 1, 184, 774, (1, 6), (1, 3), (0, 1), (0, 1))
         (ONE_PIXEL, torch.float32, "ieee", False, (False, False, False)),
         (ONE_PIXEL, torch.float32, "tf32", False, (False, False, False)),
         (ONE_PIXEL_ODD, torch.float32, "tf32", False, (False, True, True)),
+        (ONE_PIXEL_ODD.with_batch(64), torch.float32, "tf32", False, (False, False, True)),
         (ONE_PIXEL_NARROW, torch.float32, "tf32", False, (False, False, False)),
         (ONE_ROW, torch.float32, "tf32", False, (False, False, False)),
         (HIFIGAN, torch.float32, "tf32", False, (False, False, False)),

@@ -137,7 +137,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """Returns the schedules of a layer (``of_any_size``), the one that computes any size first."""
     share = share_of_implicit_gemm(layer, device, grad_input_im2col_choice.kernel_count(layer, device))
     found: dict[tuple[bool, Tile], Schedule] = {}
-    for one in _classes(layer, device, share == 1):
+    for one in _classes(layer, device, share):
         if len(found) == share:
             break
         kind = one.tile if one.tile.splits == 1 else replace(one.tile, splits=2)
@@ -145,9 +145,9 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     return tuple(found.values())
 
 
-def _classes(layer: StridedProblem, device: Device, is_alone: bool) -> Iterator[Schedule]:
-    """Yields the schedules of all classes, those first that every layer needs. ``is_alone``: the layer has one, beside
-    those of other families, which compute its large maps."""
+def _classes(layer: StridedProblem, device: Device, share: int) -> Iterator[Schedule]:
+    """Yields the schedules of all classes, those first that every layer needs. ``share``: how many the layer has. With
+    three or more, one of them is for small maps, and the first needs no splits."""
     geometry = layer.geometry
     one_row = geometry.kernel[0] == layer.step[0] == 1
     large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
@@ -155,7 +155,8 @@ def _classes(layer: StridedProblem, device: Device, is_alone: bool) -> Iterator[
     def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
         posed = replace(sized(layer, *size), aligned=aligned)
         tile = next(candidates(posed, device), None)
-        if tile is not None and tile.splits > 1 and size in (MIDDLE, large) and not few and not is_alone:
+        for_large = size in (MIDDLE, large) and not few and (share > 2 or (share == 2 and aligned))
+        if tile is not None and tile.splits > 1 and for_large:
             # Larger maps take this schedule too, and need no splits.
             posed = replace(sized(layer, *large), aligned=aligned)
             tile = next((one for one in candidates(posed, device) if one.splits == 1), tile)

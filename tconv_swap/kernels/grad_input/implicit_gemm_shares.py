@@ -7,13 +7,13 @@ from dataclasses import replace
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, has_another_step
-from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import MIN_CHANNELS
+from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import MIN_CHANNELS, MIN_SUMMED
 from tconv_swap.kernels.problem import Device
 
 #: The most kernels that compute one stage of a layer, in one dtype and layout, over all sizes.
 MAX_KERNELS = 4
 #: The most kernels that compute NCHW beside implicit_gemm: implicit_gemm_tma from a copy in channels_last, or im2col;
-#: and the most of im2col where both do.
+#: and the most of im2col in 16 bits, of which it loads fewer rows.
 MAX_TMA, MAX_IM2COL = 2, 1
 #: The copy engine loads multiples of so many channels of 16 bits.
 TMA_CHANNELS = 8
@@ -33,7 +33,7 @@ def share_of_tma(layer: StridedProblem, device: Device) -> int:
 
 def share_of_im2col(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels im2col has."""
-    return min(share_of_tma(layer, device), MAX_IM2COL if _may_be_transposed(layer) else MAX_TMA)
+    return min(share_of_tma(layer, device), MAX_IM2COL if layer.item == 2 else MAX_TMA)
 
 
 def share_of_implicit_gemm(layer: StridedProblem, device: Device, of_im2col: int) -> int:
@@ -78,7 +78,8 @@ def _may_be_transposed(layer: StridedProblem) -> bool:
     g = layer.geometry
     if layer.item != 2 or g.in_channels % TMA_CHANNELS or g.out_channels % TMA_CHANNELS:
         return False
-    return min(g.in_channels_per_group, g.out_channels_per_group) >= MIN_CHANNELS
+    channels = min(g.in_channels_per_group, g.out_channels_per_group)
+    return channels >= MIN_CHANNELS and g.in_channels_per_group * g.taps >= MIN_SUMMED
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:

@@ -34,8 +34,6 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-#: The fewest products in an element of grad_input at which implicit_gemm_tma pays although it stores NCHW (measured).
-MIN_SUMMED = 2304
 #: For grad_input alone: the fewest multiply-adds for each element of grad_output and the weight (measured).
 MIN_MACS_ALONE = 768
 GRAD_OUTPUT, INPUT, WEIGHT = range(3)
@@ -91,12 +89,8 @@ def _tma_pays(problem: Problem) -> bool:
     """Returns whether grad_input/implicit_gemm_tma on a copy is faster than the other families without one."""
     enough = gradients_nchw_to_nhwc_pays.MIN_CHANNELS
     of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
-    return of_group and _summed(problem) >= MIN_SUMMED
-
-
-def _summed(problem: Problem) -> int:
-    """Returns how many products an element of grad_input is the sum of."""
-    return problem.geometry.out_channels_per_group * problem.geometry.taps
+    summed = problem.geometry.out_channels_per_group * problem.geometry.taps
+    return of_group and summed >= gradients_nchw_to_nhwc_pays.MIN_SUMMED
 
 
 def _pays_alone(problem: Problem, device: Device) -> bool:

@@ -18,6 +18,8 @@ from tconv_swap.kernels.problem import Device, Problem
 #: was 1.02 to 1.9 times as fast on 13 layers, with 43 to 128 of them 0.58 to 1.03 times on four).
 MIN_CHANNELS = 128
 MIN_CHANNELS_OF_WEIGHT = 48
+#: The fewest products in an element of grad_input at which implicit_gemm_tma pays although it stores NCHW (measured).
+MIN_SUMMED = 2304
 MIN_MACS_PER_ELEMENT = 136
 
 
