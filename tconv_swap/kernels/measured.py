@@ -21,8 +21,8 @@ PAIRS_16_BIT = 128 * 64
 WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
-#: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5 to 64 ours
-#: was 1.3 to 3.3 times as fast, four layers).
+#: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5 to 64
+#: ours was 1.3 to 3.3 times as fast, four layers).
 ONE_PIXEL_BATCH = 128
 SMALL_MAP_CHANNELS = 512
 
