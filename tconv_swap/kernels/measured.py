@@ -21,10 +21,13 @@ PAIRS_16_BIT = 128 * 64
 WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
+SMALL_MAP_CHANNELS = 512
 #: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5 to 64
 #: ours was 1.3 to 3.3 times as fast, four layers).
 ONE_PIXEL_BATCH = 128
-SMALL_MAP_CHANNELS = 512
+#: From this stride on cuDNN's gradient of the weight in 16 bits was wrong: 1.4 from float64, relative, for 1024 -> 512
+#: and 768 -> 384 channels with kernels of 20 and strides of 10 (torch 2.11, cuDNN 9.19); right for strides of 3 and 8.
+UNRELIABLE_STRIDE = 10
 
 #: In channels_last cuDNN's gradient of the input is faster from so many channels on either side and so many
 #: multiply-adds for each element of input, output and weight: with strides, where the copy engine cannot bring
@@ -97,6 +100,8 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
     if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
+        return None
+    if problem.dtype.itemsize == 2 and max(geometry.stride) >= UNRELIABLE_STRIDE:
         return None
     if not problem.channels_last:
         if geometry.kernel == geometry.stride:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,8 @@ TWO_CHANNELS = Geometry(12, 44, 56, 177, 2, (3, 3), (2, 2), (1, 1), (1, 1))
 #: Many products of an element, by the copy engine, and of rows that are no multiples of 16 bytes.
 POSE = Geometry(32, 512, 15, 20, 256, (4, 4), (2, 2), (1, 1))
 VOCODER = Geometry(24, 1548, 1, 184, 774, (1, 6), (1, 3), (0, 1), (0, 1))
+#: cuDNN's gradient of its weight was wrong in 16 bits.
+WIDE_STRIDE = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +147,7 @@ VOCODER = Geometry(24, 1548, 1, 184, 774, (1, 6), (1, 3), (0, 1), (0, 1))
         (VOCODER, torch.float32, "tf32", True, (False, True, True)),
         (VOCODER.with_batch(1), torch.float32, "tf32", True, (False, False, True)),
         (VOCODER, torch.float32, "ieee", True, (False, False, False)),
+        (VOCODER, torch.float16, "ieee", False, (False, False, True)),
     ],
     ids=str,
 )
@@ -164,6 +168,16 @@ def test_classes_measured_to_be_slower_are_left_to_pytorch_on_hopper_alone(
     assert by_pytorch(H200, "auto") == native
     assert not any(by_pytorch(H200, "kernel"))
     assert not any(by_pytorch(plan.Device("sm_80", 108, 163 << 10), "auto"))
+
+
+def test_a_gradient_that_cudnn_computes_wrongly_stays_ours() -> None:
+    """Narrower strides of as many channels are PyTorch's."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for stride, ours in ((10, True), (9, False)):
+            geometry = replace(WIDE_STRIDE, stride=(1, stride))
+            asked = plan.Problem(geometry, dtype, "ieee", False, False)
+            (step,) = choose_backward(asked, (False, True, False), H200, "auto")
+            assert (step.plan is not None) == ours
 
 
 def test_a_gradient_that_one_pass_computes_with_another_stays_ours() -> None:
