@@ -22,8 +22,8 @@ WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
-#: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5 to 64
-#: ours was 1.3 to 3.3 times as fast, four layers).
+#: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5, 12 and
+#: 24 ours was 2.3 to 3.3 times as fast, with 32 and 64 1.3 to 2.1 times: five layers).
 ONE_PIXEL_BATCH = 128
 #: From this stride on cuDNN's gradient of the weight in 16 bits was wrong: 1.4 from float64, relative, for 1024 -> 512
 #: and 768 -> 384 channels with kernels of 20 and strides of 10 (torch 2.11, cuDNN 9.19); right for strides of 3 and 8.

@@ -11,13 +11,16 @@ import pytest
 import torch
 from pretended_gpu import pretended_gpu
 from soak import (
+    BEGINNINGS,
     MAX_CALL_PLANS,
+    POOL,
     Figures,
     Kind,
     Layer,
     Place,
     Soak,
     compile_kernels,
+    laid_out,
 )
 from torch import Tensor
 
@@ -80,6 +83,24 @@ def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(figures, calls)
     if calls >= 100_000:  # then more is asked than may be kept
         assert figures.max_plans > MAX_CALL_PLANS / 2
+
+
+def test_the_pool_holds_every_tensor() -> None:
+    pool = torch.empty(POOL, device="meta")
+    for layer in ON_A_GPU:
+        for height, width in SIZES:
+            like = torch.empty(32, layer.in_channels, height, width, device="meta")
+            weight = torch.empty(
+                layer.in_channels,
+                layer.out_channels // layer.groups,
+                layer.kernel,
+                layer.kernel,
+                device="meta",
+            )
+            output = torch.nn.functional.conv_transpose2d(like, weight, None, *layer[3:])
+            for shape in (like.shape, output.shape):
+                for layout in ("strided", "misaligned"):
+                    assert laid_out(pool, tuple(shape), layout, BEGINNINGS).shape == shape
 
 
 @pytest.mark.gpu

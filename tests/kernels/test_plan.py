@@ -341,3 +341,44 @@ def test_three_products_in_nchw_take_tiles_that_do_not_spill(geometry: Geometry)
     )
     (posed, best), *_ = grad_input_choice.choose(posed, H200)
     assert grad_input_choice.tile_registers(posed, best) <= grad_input_choice.MAX_IEEE_REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "channels_last"),
+    [
+        (Geometry(5, 64, 144, 214, 32, (2, 2), (2, 2)), torch.float16, True),
+        (Geometry(5, 64, 144, 214, 32, (2, 2), (2, 2)), torch.float32, False),
+        (Geometry(16, 98, 37, 95, 49, (3, 3), (2, 2), (1, 1)), torch.float16, False),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_the_input_of_large_maps_has_no_partial_sums(
+    geometry: Geometry, dtype: torch.dtype, channels_last: bool
+) -> None:
+    posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
+    made = plan.plan_backward(posed, (True, False, False), H200)
+    assert "forward_implicit_gemm_split_k" not in [launch.kernel.entry for launch in made.launches]
+
+
+def test_rows_that_the_copy_engine_cannot_load_have_a_kernel_for_aligned_ones() -> None:
+    heads = Geometry(256, 256, 14, 14, 256, (2, 2), (2, 2))
+    made = plan.plan_backward(
+        plan.Problem(heads, torch.float16, "ieee", False, False), (True, False, False), H200
+    )
+    (multiplying,) = (one.kernel for one in made.launches if "OUT_ROW_MULTIPLE" in dict(one.kernel.constants))
+    assert multiplying.entry == "grad_input_implicit_gemm_wgmma"
+    assert dict(multiplying.constants)["ROW_MULTIPLE"] == 4
+
+
+def test_groups_that_fill_a_multiply_take_the_implicit_gemm_for_the_gradient_of_the_input() -> None:
+    groups = Geometry(8, 768, 32, 39, 64, (3, 3), (2, 2), (1, 1), groups=8)
+    for geometry, dtype, precision, channels_last, family in (
+        (groups, torch.float16, "ieee", False, "implicit_gemm"),
+        (groups, torch.float16, "ieee", True, "implicit_gemm"),
+        (groups, torch.float32, "tf32", True, "implicit_gemm"),
+        (groups, torch.float32, "ieee", True, "narrow_mma"),
+        (KB75, torch.float16, "ieee", False, "implicit_gemm"),
+        (KB75, torch.float16, "ieee", True, "narrow_mma"),
+    ):
+        posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+        assert plan.plan_backward(posed, (True, False, False), H200).family == family

@@ -12,6 +12,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.layer_sizes import representative_sizes
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
 from tconv_swap.kernels.forward.narrow_mma_tile import product, shared_bytes
@@ -63,6 +64,24 @@ def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
             for precision in ("tf32", "ieee"):
                 posed = replace(problem(geometry, torch.float32, channels_last), precision=precision)
                 assert plan.plan_forward(posed, True, H200).family == family
+
+
+def test_the_costs_decide_where_most_products_are_padding() -> None:
+    head = Geometry(12, 68, 152, 200, 3, (9, 9), (4, 4), (4, 4), (3, 3))
+    ends = Geometry(4, 80, 65, 191, 2, (9, 9), (3, 3), (4, 4), (2, 2))
+    for geometry, family in ((head, "narrow_mma"), (ends, "narrow_ffma")):
+        posed = replace(problem(geometry, torch.float32), precision="tf32")
+        assert forward_narrow_mma_choice.useful_share(geometry) < forward_narrow_mma.MIN_FLOAT32_SHARE
+        assert plan.plan_forward(posed, True, H200).family == family
+
+
+def test_sizes_that_represent_a_layer_fit_a_gpu() -> None:
+    sizes, weights = representative_sizes(LARGE_STRIDES)
+    assert len(sizes) == len(weights) > 1
+    assert all(size.elements <= 1 << 28 for size in sizes)
+    # A layer whose usual sizes are all larger keeps them.
+    many = Geometry(1, 1 << 14, 4, 4, 1 << 14, (2, 2), (2, 2))
+    assert len(representative_sizes(many)[0]) > 1
 
 
 def test_depthwise_stays_with_ffma() -> None:

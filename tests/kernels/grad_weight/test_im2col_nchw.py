@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from grad_weight_cases import H200, STRIDED, assert_random_tile_matches, tf32_problem
 
@@ -10,6 +12,15 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.grad_weight import im2col_nchw
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import MAX_MULTIPLIES, columns_of, pixels_of
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.runtime import jit
+
+
+def test_the_kernel_for_rows_of_any_length_does_not_spill() -> None:
+    posed = tf32_problem(Geometry(32, 128, 64, 64, 64, (4, 4), (2, 2), (1, 1)))
+    (part,) = im2col_nchw.part_candidates(posed, H200, False, 1)
+    (kernel,) = (one.kernel for one in part.launches if one.kernel.entry == "grad_weight_im2col_nchw")
+    _, log = jit.compile_with_log(kernel, H200.architecture)
+    assert set(re.findall(r"(\d+) bytes spill", log)) == {"0"}
 
 
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)

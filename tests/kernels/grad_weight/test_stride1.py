@@ -37,6 +37,17 @@ def problem(
     return plan.Problem(geometry, dtype, precision, channels_last, channels_last)
 
 
+@pytest.mark.parametrize("geometry", [SQUARE, WIDE, FEW], ids=str)
+def test_the_kernel_of_all_sizes_suits_large_images(geometry: Geometry) -> None:
+    for posed in (problem(geometry), problem(geometry, torch.float16), problem(geometry, channels_last=True)):
+        best = min(
+            tiles.expected_clocks(posed, tiles.with_splits(posed, tile, H200), H200)
+            for tile in tiles.candidates(posed, H200)
+        )
+        (taken,) = stride1.choose(posed, H200)
+        assert tiles.expected_clocks(posed, taken, H200) <= 1.1 * best
+
+
 POSED = [problem(g, dtype) for g in LAYERS for dtype in MODES[:2]] + [
     problem(g, channels_last=True) for g in LAYERS
 ]
