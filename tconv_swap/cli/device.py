@@ -20,6 +20,6 @@ def device_of(wanted: torch.device | None) -> torch.device:
         raise RequestError(f"--device {wanted}: swapped layers run on cpu and cuda only")
     try:
         torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise RequestError(f"--device {wanted} is not available ({first_line(error)})") from None
     return wanted

@@ -36,11 +36,7 @@ def original_and_swapped(
         original.to(device=device, dtype=request.dtype)
         if request.channels_last:
             original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-    ) as error:  # no memory; the meta device; integer dtypes
+    except (RuntimeError, TypeError) as error:  # no memory, the meta device; integer dtypes
         raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
     swapped = swap_for(deep_copy(original, _sharing_parameters(original)), request, left_out)
     return unswap_layers(original), swapped

@@ -220,7 +220,7 @@ def _exists(location: str) -> bool:
         return False
     try:
         torch.empty(0, device=location)
-    except (RuntimeError, AssertionError, NotImplementedError):  # AssertionError: PyTorch built without CUDA
+    except (RuntimeError, AssertionError):  # AssertionError: PyTorch built without CUDA
         return False
     return True
 

@@ -31,7 +31,7 @@ def rebuild(function: str, arguments: Sequence[Any]) -> Tensor:
     """
     try:
         return _MAKERS[function](*arguments)
-    except (RuntimeError, TypeError, ValueError, IndexError, OverflowError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise RefusedError(f"an impossible tensor: {lines[0]:.120}") from error
 
