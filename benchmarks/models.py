@@ -221,10 +221,10 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
     except TimeoutError:
         _say(f"{sum(not job.done() for job in jobs)} cases are compiled when they are measured")
     # Workers that still run would disturb the measurements; finished work is on disk.
-    pool.shutdown(wait=False, cancel_futures=True)
     for worker in active_children():
         worker.terminate()
-        worker.join()
+    # The pool's own thread waits for the workers: of two that wait for one process, one may miss its end.
+    pool.shutdown(cancel_futures=True)
 
 
 def every_case(options: argparse.Namespace) -> Iterator[Case]:
