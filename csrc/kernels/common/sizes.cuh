@@ -65,8 +65,9 @@ struct SpaceToDepthSizes {
 /// For grad_weight/pixel_rows.cu, which reads the planes of common/space_to_depth.cu.
 struct PixelRowsSizes {
   int batch, width;
-  int pixels;  // of an image
-  int splits;  // of the stages of all images
+  int pixels;       // of an image
+  int splits;       // of the stages of all images
+  int im2col_rows;  // whether grad_output has a plane for each tap
 };
 
 /// For grad_weight/im2col_nchw.cu, whose stages are images, rows and columns of the input.

@@ -5,11 +5,11 @@
 // In TF32 wgmma reads only operands that are contiguous along k, and k are pixels. So both operands are rows of
 // pixels, one for each image and channel (NCHW itself, or a copy by common/space_to_depth.cu), loaded in boxes of BOX
 // pixels and many channels: [box][channel][BOX pixels]. grad_output is copied to planes, one for each column of taps
-// and phase of rows (IM2COL_ROWS: each row of taps). A tap is a plane and a shift by whole rows of the image, which is
-// where its box begins. What lies outside is read as zero. A stage is 32 pixels.
+// and phase of rows (sizes.im2col_rows: each row of taps). A tap is a plane and a shift by whole rows of the image, which
+// is where its box begins. What lies outside is read as zero. A stage is 32 pixels.
 //
 // Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; image rows of a multiple of 4
-// pixels, or IM2COL_ROWS, or no tap shifted by rows; the layouts that the tensor maps describe. Warpgroup 0 is the
+// pixels, or sizes.im2col_rows, or no tap shifted by rows; the layouts that the tensor maps describe. Warpgroup 0 is the
 // producer, the other two are the consumers, 64 rows each. MULTICAST: two blocks of a cluster load one operand
 // together, each half of it for both. The pixels are cut into splits; a split's sums are gradient[split][ci][tap][co],
 // which grad_weight/pixel_rows_reduce.cu adds up.
@@ -27,7 +27,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int OUT_OF_BOUNDS = 1 << 28;
 
 /// The rows of the image by which a tap is shifted, counted from the ZERO_ROWS rows of zeros before a plane.
-__device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : ZERO_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
+__device__ __forceinline__ int row_shift(int kh) { return ZERO_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
 
 /// Copies a box of an operand to this block, or by multicast to every block of the cluster.
 template <bool MULTICAST_COPY>
@@ -62,8 +62,8 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
     const int tap = chunk / CHANNEL_CHUNKS, kh = tap / KERNEL_W, kw = tap % KERNEL_W;
     const bool exists = tap < TAPS;
     channel[i] = exists ? place.group * CO_GROUP + chunk % CHANNEL_CHUNKS * CHUNK + row % CHUNK : OUT_OF_BOUNDS;
-    shift[i] = exists ? row_shift(kh) * sizes.width : 0;
-    plane_images[i] = exists ? (kh % ROW_PHASES * KERNEL_W + kw) * sizes.batch : 0;
+    shift[i] = exists && !sizes.im2col_rows ? row_shift(kh) * sizes.width : 0;
+    plane_images[i] = exists ? ((sizes.im2col_rows ? kh : kh % ROW_PHASES) * KERNEL_W + kw) * sizes.batch : 0;
   }
   const int first_box = first_stage * BOXES, row_boxes = ceil_div(sizes.pixels, BOX);
   int pixel = first_box % row_boxes * BOX, image = first_box / row_boxes;

@@ -77,9 +77,9 @@ def space_to_depth_sizes(
     )
 
 
-def pixel_rows_sizes(geometry: Geometry, splits: int) -> Words:
+def pixel_rows_sizes(geometry: Geometry, splits: int, im2col_rows: bool) -> Words:
     """Returns ``PixelRowsSizes``, for grad_weight/pixel_rows.cu."""
-    return geometry.batch, geometry.width, geometry.height * geometry.width, splits
+    return geometry.batch, geometry.width, geometry.height * geometry.width, splits, int(im2col_rows)
 
 
 def im2col_nchw_sizes(

@@ -14,6 +14,7 @@ from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     input_read_in_place,
     phases_of,
     planes_of_pixel_rows,
+    row_phases,
 )
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
@@ -22,6 +23,7 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     Tile,
     blocks_of,
     weight_bytes,
+    zero_rows_of,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -143,10 +145,9 @@ def plan_with_tile(
     ring = min(_MAX_STAGES, (device.shared_memory_per_block - EXTRA_BYTES) // tile.stage_bytes)
     tile_constants: tuple[tuple[str, Constant], ...] = (
         *g.layer_constants,
-        ("IM2COL_ROWS", pixel_rows.im2col_rows),
-        ("ZERO_ROWS", pixel_rows.zero_rows),
+        ("ZERO_ROWS", zero_rows_of(g)),
         ("BOX", pixel_rows.box),
-        ("ROW_PHASES", phases[0]),
+        ("ROW_PHASES", row_phases(g)),
         ("TILE_COLS", tile.cols),
         ("SWAPPED", tile.swapped),
         ("CHUNK", tile.chunk),
@@ -167,7 +168,7 @@ def plan_with_tile(
             grid=blocks_of(g, tile),
             block=_THREADS,
             arguments=(tensor_map(0), tensor_map(1), target, struct(0)),
-            structs=(pixel_rows_sizes(g, tile.splits),),
+            structs=(pixel_rows_sizes(g, tile.splits, pixel_rows.im2col_rows),),
             shared_bytes=ring * tile.stage_bytes + EXTRA_BYTES,
             overlaps_previous=True,
             tensor_maps=(

@@ -18,10 +18,8 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     Tile,
     candidates,
     expected_clocks,
-    needs_im2col_rows,
     pixel_rows_of,
     pixel_rows_with,
-    row_shifts,
     with_splits,
 )
 from tconv_swap.kernels.problem import Device, Problem
@@ -35,7 +33,6 @@ _MAX_PLANES = 36
 class Schedule:
     """What is compiled into a kernel: its boxes, and the tile with one split."""
 
-    im2col_rows: bool
     box: int
     tile: Tile
 
@@ -56,12 +53,10 @@ def choose(problem: Problem, device: Device, limit: int) -> list[tuple[PixelRows
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns at most ``limit`` schedules that a layer has over all its sizes."""
-    shifted = any(row_shifts(layer.geometry))
 
     def of_size(problem: Problem) -> list[Schedule]:
-        pixel_rows, tiles = pixel_rows_of(problem.geometry), list(candidates(problem.geometry))
-        kinds = sorted({pixel_rows.im2col_rows, shifted})
-        return [Schedule(unfold, pixel_rows.box, tile) for unfold in kinds for tile in tiles]
+        box = pixel_rows_of(problem.geometry).box
+        return [Schedule(box, tile) for tile in candidates(problem.geometry)]
 
     def expected(problem: Problem, one: Schedule) -> float:
         tile = _tile_of(problem, one, device)
@@ -74,7 +69,7 @@ def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...
         of_size,
         lambda problem, one: _tile_of(problem, one, device) is not None,
         expected,
-        lambda one: one.im2col_rows or not shifted,
+        lambda one: True,
     )
 
 
@@ -98,17 +93,20 @@ def planes_of_pixel_rows(geometry: Geometry, pixel_rows: PixelRows) -> tuple[Pla
 def phases_of(geometry: Geometry, pixel_rows: PixelRows) -> Pair:
     """Returns the planes of grad_output along rows and columns."""
     g = geometry
-    period = g.stride[0] // gcd(g.stride[0], g.dilation[0])
-    return g.kernel[0] if pixel_rows.im2col_rows else min(g.kernel[0], period), g.kernel[1]
+    return g.kernel[0] if pixel_rows.im2col_rows else row_phases(g), g.kernel[1]
+
+
+def row_phases(geometry: Geometry) -> int:
+    """Returns the residues of the rows of taps in a stride, each of which has planes that taps read shifted."""
+    g = geometry
+    return min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))
 
 
 def _tile_of(problem: Problem, one: Schedule, device: Device) -> tuple[PixelRows, Tile] | None:
     """Returns the rows of pixels and the schedule's tile with the splits of the size; None if the schedule does
     not compute it."""
     g = problem.geometry
-    if needs_im2col_rows(g) and not one.im2col_rows:
-        return None
-    pixel_rows = pixel_rows_with(g, one.im2col_rows, one.box)
+    pixel_rows = pixel_rows_with(g, one.box)
     out, into = planes_of_pixel_rows(g, pixel_rows)
     bytes_ = out.bytes(g.batch) + (0 if input_read_in_place(g) else into.bytes(g.batch))
     if out.planes > _MAX_PLANES or bytes_ > MAX_COPY_BYTES:

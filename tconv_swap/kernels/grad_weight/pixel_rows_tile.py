@@ -58,15 +58,17 @@ def row_shifts(geometry: Geometry) -> list[int]:
     return [(k * g.dilation[0] - g.padding[0]) // g.stride[0] for k in range(g.kernel[0])]
 
 
-def pixel_rows_with(geometry: Geometry, im2col_rows: bool, box: int) -> PixelRows:
-    """Returns the rows of pixels with these choices."""
-    zero_rows = 0 if im2col_rows else max(0, -min(row_shifts(geometry)))
+def zero_rows_of(geometry: Geometry) -> int:
+    """Returns the rows of zeros before each plane that taps read shifted by whole rows."""
+    return max(0, -min(row_shifts(geometry)))
+
+
+def pixel_rows_with(geometry: Geometry, box: int) -> PixelRows:
+    """Returns the rows of pixels with this box. Every tap has a plane where boxes, which begin at multiples of
+    16 bytes, cannot begin at every row of the image."""
+    im2col_rows = geometry.width % 4 != 0 and any(row_shifts(geometry))
+    zero_rows = 0 if im2col_rows else zero_rows_of(geometry)
     return PixelRows(im2col_rows, zero_rows, geometry.height * geometry.width, box)
-
-
-def needs_im2col_rows(geometry: Geometry) -> bool:
-    """Returns whether boxes, which begin at multiples of 16 bytes, cannot begin at every row of the image."""
-    return geometry.width % 4 != 0 and any(row_shifts(geometry))
 
 
 def pixel_rows_of(geometry: Geometry) -> PixelRows:
@@ -78,7 +80,7 @@ def pixel_rows_of(geometry: Geometry) -> PixelRows:
 
     best = max(used(box) for box in (8, 16, 32))
     box = next(box for box in (32, 16, 8) if used(box) >= 0.85 * best)
-    return pixel_rows_with(geometry, needs_im2col_rows(geometry), box)
+    return pixel_rows_with(geometry, box)
 
 
 @dataclass(frozen=True, slots=True)
