@@ -103,18 +103,29 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
       }
       accumulate(operands, outputs, mine, constants, s.slope);
     }
-    for (; i < tile.end; i += tile.step, ++k) {
-      Operands operands[1];
-      const long long at = tile.offset(s, i);
-      operands[0].x.load(x + at, true), operands[0].gradient.load(grad_z + at, true);
-      Item output, second = operands[0].gradient;
-      if constexpr (ADDS) {
-        output.load(z + at, true);
-        second = added_gradient(operands[0].gradient, output);
-        second.write(grad_added + at);
+    if (i < tile.end) {
+      Operands operands[UNROLL][1];
+      Item outputs[ADDS ? UNROLL : 1];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        const int item = i + u * tile.step;
+        const bool inside = item < tile.end;
+        const long long at = inside ? tile.offset(s, item) : 0;
+        operands[u][0].x.load(x + at, inside), operands[u][0].gradient.load(grad_z + at, inside);
+        if constexpr (ADDS) outputs[u].load(z + at, inside);
       }
-      if (STAGE == FUSED && k < s.cached) store_cached(2 * k, operands[0].x), store_cached(2 * k + 1, second);
-      accumulate(operands, &output, mine, constants, s.slope);
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        const int item = i + u * tile.step;
+        if (item >= tile.end) break;
+        Item second = operands[u][0].gradient;
+        if constexpr (ADDS) {
+          second = added_gradient(operands[u][0].gradient, outputs[u]);
+          second.write(grad_added + tile.offset(s, item));
+        }
+        if (STAGE == FUSED && k + u < s.cached) store_cached(2 * (k + u), operands[u][0].x), store_cached(2 * (k + u) + 1, second);
+        accumulate(operands[u], outputs + (ADDS ? u : 0), mine, constants, s.slope);
+      }
     }
     reduction.reduce_threads(mine, 0.f, tile.lanes);
     tile_result = reduction.reduce_cluster(s, tile, 0.f);

@@ -62,12 +62,20 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
       accumulate(items, mine, n);
       n += UNROLL * VALUES_PER_ITEM;
     }
-    for (; i < tile.end; i += tile.step, ++k) {
-      Item items[1];
-      items[0].load(x + tile.offset(s, i), true);
-      if (STAGE == FUSED && k < s.cached) store_cached(k, items[0]);
-      accumulate(items, mine, n);
-      n += VALUES_PER_ITEM;
+    if (i < tile.end) {
+      Item items[UNROLL][1];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        const int item = i + u * tile.step;
+        items[u][0].load(x + (item < tile.end ? tile.offset(s, item) : 0), item < tile.end);
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        if (i + u * tile.step >= tile.end) break;
+        if (STAGE == FUSED && k + u < s.cached) store_cached(k + u, items[u][0]);
+        accumulate(items[u], mine, n);
+        n += VALUES_PER_ITEM;
+      }
     }
     reduction.reduce_threads(mine, n, tile.lanes);
     tile_result = reduction.reduce_cluster(s, tile, VALUES_PER_ITEM);

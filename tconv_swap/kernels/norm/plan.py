@@ -11,7 +11,7 @@ import torch
 
 from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MAX_ITEMS, Norm, Tiling
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Argument,
@@ -32,33 +32,40 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: STAGE of csrc/kernels/norm/norm.cuh.
 _FUSED, _REDUCE, _APPLY = 0, 1, 2
 _FORWARD, _BACKWARD = "norm_forward", "norm_backward"
-#: Bytes a microsecond of an H200: of its memory, copying, and of its L2.
-_COPY_RATE, _L2_RATE = 4.284e6, 9e6
-#: Microseconds of a launch, and of a block that waits for its first bytes, reduces, and waits for its cluster.
-_LAUNCH, _BLOCK = 2.5, 2.0
+#: Bytes a microsecond of an H200 in one launch, by the blocks that a multiprocessor runs at a time (3: or more), and in
+#: two launches; and of its L2. Fitted, like the other numbers of the cost, to the times of docs/kernels/norm.md.
+_COPY_RATES, _TWO_PASS_RATE, _L2_RATE = {1: 5.0e6, 2: 3.95e6, 3: 3.2e6}, 4.0e6, 7.3e6
+#: Microseconds of one launch and of two.
+_ONE_LAUNCH, _TWO_LAUNCHES = 5.5, 12.8
+#: Microseconds of a block that waits for its first bytes and reduces; what a cluster adds; and the share of them that
+#: the next wave of blocks takes longer, where a multiprocessor runs one block at a time, and several.
+_BLOCK, _CLUSTER, _NEXT_WAVE = 2.2, 1.5, (0.75, 0.6)
 #: Bytes that stay in the L2 from one launch to the next.
 _L2_BYTES = 30e6
 #: The share of a GPU's multiprocessors that suffices for all of its memory's rate.
-_SATURATING_SHARE = 0.7
-#: Threads that a multiprocessor runs at a time.
-_MAX_RESIDENT_THREADS = 2048
-#: A block of the single launch has _SMALL_THREADS threads for at most so many bytes of its tile, else _THREADS.
-_SMALL_BLOCK_BYTES, _SMALL_THREADS, _THREADS = 16 << 10, 128, 512
+_SATURATING_SHARE = 0.75
+#: Threads of a block of the single launch, and how many of such blocks share a multiprocessor's shared memory.
+_BLOCKS = ((512, 1), (256, 2), (128, 4))
+#: Threads that the registers of a multiprocessor hold.
+_MAX_RESIDENT_THREADS = 816
+#: The share of a GPU's multiprocessors that clusters use, by the multiprocessors that a cluster is spread over, which
+#: belong to one GPC of 16 or 18.
+_CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.85}
 #: Threads of a block of the two launches.
 _SPLIT_THREADS = 256
 #: Items of a thread of the last launch, at most: every block of it merges all splits again.
 _MAX_ITEMS_TO_APPLY = 32
-#: Partial results that every block of the last launch merges, at most.
-_MAX_PARTIALS = 128
+#: Partial results that every block of the last launch merges, at most; up to the second number no clusters are needed.
+_MAX_PARTIALS, _FEW_PARTIALS = 128, 48
 #: Blocks of a cluster.
-_CLUSTERS = (1, 2, 4, 8)
+_CLUSTERS = (1, 2, 8)
 #: Static shared memory of a kernel, about; above 48 KB in all a launch must opt in to more.
 _STATIC_BYTES, _DEFAULT_SHARED_BYTES = 20 << 10, 48 << 10
 #: Items that a thread loads at once.
 _UNROLL = 4
-#: Blocks of ``_SPLIT_THREADS`` threads that the registers of a multiprocessor hold.
-_RESIDENT_SPLITS = 4
-
+#: Blocks of the two launches for each multiprocessor: the registers hold two of them, and each block leaves partial
+#: results that others merge.
+_RESIDENT_SPLITS = 2
 
 #: Arguments: threads, stage, blocks of a cluster, blocks, the words of the kernel's struct, bytes of shared
 #: memory.
@@ -243,7 +250,10 @@ def _planned(
     """Returns the plan of one launch or of two, whichever is predicted to be faster. ``read``: tensors that are
     read before one is written."""
     candidates = [
-        _fused(tiling, device, read, cluster) for cluster in _CLUSTERS if _has_cluster(device, cluster)
+        _fused(tiling, device, read, cluster, *block)
+        for cluster in _CLUSTERS
+        if _has_cluster(device, cluster)
+        for block in _BLOCKS
     ]
     best = min(candidates, key=lambda candidate: candidate.microseconds)
     if best.microseconds <= _two_pass_microseconds(tiling, read):
@@ -278,48 +288,58 @@ def _has_cluster(device: Device, blocks: int) -> bool:
     return blocks == 1 or device.compute_capability >= 90
 
 
-def _fused(tiling: Tiling, device: Device, read: int, cluster: int) -> _FusedLaunch:
-    """Returns the single launch with clusters of ``cluster`` blocks."""
+def _fused(
+    tiling: Tiling, device: Device, read: int, cluster: int, threads: int, sharing: int
+) -> _FusedLaunch:
+    """Returns the single launch with clusters of ``cluster`` blocks, ``sharing`` of which share a multiprocessor's
+    shared memory."""
     each = tiling.split_items(cluster)
-    block_bytes = each * tiling.lanes * tiling.item_bytes * read
-    threads = _SMALL_THREADS if block_bytes <= _SMALL_BLOCK_BYTES else _THREADS
     row = threads * tiling.item_bytes * read
     needed = ceil_div(each, tiling.step(threads))
-    cached = min(needed, (device.shared_memory_per_block - _STATIC_BYTES) // row)
+    cached = min(needed, max(0, device.shared_memory_per_block // sharing - _STATIC_BYTES) // row)
     shared = cached * row
     if _DEFAULT_SHARED_BYTES - _STATIC_BYTES < shared <= _DEFAULT_SHARED_BYTES:
         shared = _DEFAULT_SHARED_BYTES + ACCESS_BYTES
-    blocks = tiling.tiles * cluster
     resident = max(
-        1,
-        min(
-            _MAX_RESIDENT_THREADS // threads // 2, device.shared_memory_per_block // (shared + _STATIC_BYTES)
-        ),
+        1, min(_MAX_RESIDENT_THREADS // threads, device.shared_memory_per_block // (shared + _STATIC_BYTES))
     )
-    slots = device.multiprocessors * resident
+    blocks = tiling.tiles * cluster
+    usable = int(device.multiprocessors * _CLUSTER_SHARE[max(1, cluster // resident)])
+    slots = usable * resident // cluster * cluster
     waves = ceil_div(blocks, slots)
-    share = min(1.0, min(blocks, device.multiprocessors) / (_SATURATING_SHARE * device.multiprocessors))
     again = (1 - cached / needed) * read * tiling.norm.bytes
-    rate = _L2_RATE if min(blocks, slots) * block_bytes <= _L2_BYTES else _COPY_RATE
-    moving = ((read + 1) * tiling.norm.bytes / _COPY_RATE + again / rate) / share
-    if waves > 1:
-        moving *= waves * slots / blocks
-    return _FusedLaunch(cluster, threads, cached, shared, _LAUNCH + _BLOCK * waves + moving)
+    rate = _COPY_RATES[min(resident, max(_COPY_RATES))]
+    in_l2 = min(blocks, slots) * each * tiling.lanes * tiling.item_bytes * read <= _L2_BYTES
+    moving = (read + 1) * tiling.norm.bytes / rate + again / (_L2_RATE if in_l2 else rate)
+    last = (blocks - (waves - 1) * slots) / blocks
+    share = min(
+        1.0, min(last * blocks, device.multiprocessors) / (_SATURATING_SHARE * device.multiprocessors)
+    )
+    latency = (_BLOCK + _CLUSTER * (cluster > 1)) * (1 + (waves - 1) * _NEXT_WAVE[resident > 1])
+    return _FusedLaunch(
+        cluster, threads, cached, shared, _ONE_LAUNCH + latency + moving * (1 - last + last / share)
+    )
 
 
 def _two_pass_microseconds(tiling: Tiling, read: int) -> float:
     """Returns the predicted time of two launches."""
     size = tiling.norm.bytes
-    again = read * size / (_L2_RATE if read * size <= _L2_BYTES else _COPY_RATE)
-    return 2 * (_LAUNCH + _BLOCK) + (read + 1) * size / _COPY_RATE + again
+    again = read * size / (_L2_RATE if read * size <= _L2_BYTES else _TWO_PASS_RATE)
+    return _TWO_LAUNCHES + (read + 1) * size / _TWO_PASS_RATE + again
 
 
 def _reduce_splits(tiling: Tiling, device: Device) -> tuple[int, int]:
-    """Returns the splits of a tile in the first of two launches, and how many of them a cluster reduces."""
-    wanted = ceil_div(_RESIDENT_SPLITS * device.multiprocessors, tiling.tiles)
-    splits = max(1, min(wanted, ceil_div(tiling.items, tiling.step(_SPLIT_THREADS) * _UNROLL)))
-    cluster = _CLUSTERS[-1] if splits > _CLUSTERS[-1] and _has_cluster(device, _CLUSTERS[-1]) else 1
-    return min(round_up(splits, cluster), _MAX_PARTIALS * cluster), cluster
+    """Returns the splits of a tile in the first of two launches, and how many of them a cluster reduces. All blocks
+    run at a time."""
+    blocks = _RESIDENT_SPLITS * device.multiprocessors
+    most = max(1, ceil_div(tiling.items, tiling.step(_SPLIT_THREADS) * _UNROLL))
+    splits = max(1, min(blocks // tiling.tiles, most))
+    cluster = _CLUSTERS[-1]
+    if splits <= _FEW_PARTIALS or not _has_cluster(device, cluster):
+        return min(splits, _MAX_PARTIALS), 1
+    usable = int(blocks * _CLUSTER_SHARE[cluster // _RESIDENT_SPLITS])
+    clusters = min(usable // tiling.tiles // cluster, most // cluster, _MAX_PARTIALS)
+    return max(1, clusters) * cluster, cluster
 
 
 def _apply_splits(tiling: Tiling, device: Device) -> int:
