@@ -70,6 +70,21 @@ def test_boxes_begin_at_multiples_of_16_bytes_and_never_before_a_plane(geometry:
         assert rows.im2col_rows or (shift >= 0 and shift * g.width % 4 == 0)
 
 
+def test_one_kernel_reads_shifted_planes_where_the_width_allows_it_and_a_plane_for_each_tap_elsewhere() -> (
+    None
+):
+    kernels, planes = set(), []
+    for width in (20, 21):
+        posed = tf32_problem(replace(WIDE, width=width))
+        (made,) = pixel_rows.part_candidates(posed, H200, False, 1, limit=1)
+        *copies, multiplying, _ = made.launches
+        kernels.add(multiplying.kernel)
+        planes.append(dict(copies[-1].kernel.constants)["IM2COL_ROWS"])
+        assert multiplying.structs[0][-1] == planes[-1]
+    assert planes == [False, True]
+    assert len(kernels) == 1
+
+
 def test_the_input_is_copied_only_where_its_images_are_not_aligned() -> None:
     def copies(geometry: Geometry) -> int:
         (made,) = pixel_rows.part_candidates(tf32_problem(geometry), H200, False, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from itertools import product
 
@@ -103,9 +104,27 @@ def test_sizes_are_not_compiled_in(channels_last: bool, per_image: bool) -> None
         shape = (batch, channels, side, side + 8)
         for made in plans(norm(shape, channels_last=channels_last, per_image=per_image), HOPPER):
             kernels |= {launch.kernel for launch in made.launches}
-    # Forward and backward: a single launch has two block sizes and four cluster sizes; two launches are one that
+    # Forward and backward: a single launch has three block sizes and three cluster sizes; two launches are one that
     # reduces, with a cluster or without, and one that applies.
-    assert len(kernels) <= 2 * (2 * 4 + 2 + 1) < len(sizes)
+    assert len(kernels) <= 2 * (3 * 3 + 2 + 1) < len(sizes)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.architecture)
+def test_all_blocks_of_a_reduction_run_at_a_time(device: Device) -> None:
+    """Registers of a multiprocessor hold two; of 33 clusters of 8, an H200 runs 30 (docs/kernels/norm.md)."""
+    rng, reductions = random.Random(0), 0
+    for _ in range(300):
+        shape = (rng.randint(1, 64), 8 * rng.randint(1, 64), rng.randint(8, 200), rng.randint(8, 200))
+        one = norm(shape, rng.choice((torch.float16, torch.float32)), channels_last=rng.random() < 0.7)
+        for made in plans(one, device)[::2]:
+            for launch in made.launches[:-1]:
+                blocks, cluster = launch.grid, dict(launch.kernel.constants)["CLUSTER"]
+                several = blocks > Tiling.of(one).tiles * cluster
+                at_a_time = 2 * device.multiprocessors
+                assert blocks % cluster == 0
+                assert not several or blocks <= at_a_time * (30 / 33 if cluster > 1 else 1)
+                reductions += 1
+    assert reductions > 50
 
 
 @pytest.mark.parametrize("per_image", [False, True])
