@@ -55,6 +55,7 @@ class Measured:
         monkeypatch.setattr(tuning.launch, "add_plan", lambda made, *_: made.digest)
         monkeypatch.setattr(tuning, "_launching", lambda digest, tensors: lambda: self.of(digest))
         monkeypatch.setattr(tuning, "_native", lambda posed, tensors: self.of(NATIVE))
+        monkeypatch.setattr(tuning, "_in_float64", lambda posed, tensors: self.of("float64"))
         monkeypatch.setattr(tuning, "time_interleaved", self.time)
         self.plans = plan.forward_candidates(PROBLEM, False, H200, 3)
 
@@ -80,12 +81,35 @@ def test_pytorchs_operator_may_fail_like_any_candidate(measured: Measured) -> No
     problem, winner = tuning.measure_problem(POSED, 3, 0.1)
     by_family = {candidate.what: candidate for candidate in problem.candidates}
     assert "out of memory" in by_family["PyTorch's operator"].failure
-    wrong = f"RuntimeError: wrong: 1.0e+00 from the result of {measured.plans[0].family}"
-    assert wrong in [candidate.failure for candidate in problem.candidates]
+    assert "wrong: 1.0e+00 from float64" in [one.failure for one in problem.candidates]
     assert winner is not None
     assert (winner.native, bool(winner.kernel)) == (False, True)
     assert "PyTorch's operator did not run" in winner.why
     assert math.isnan(problem.speedup_over_pytorch)
+
+
+def test_float64_decides_where_pytorch_and_ours_differ(measured: Measured) -> None:
+    """cuDNN computes some gradients in float16 wrongly: ours, which are right, must not be left out for it."""
+    measured.results = {NATIVE: 2.0, measured.plans[1].digest: 2.0}
+    problem, winner = tuning.measure_problem(POSED, 3, 0.1)
+    assert winner is not None
+    assert (winner.native, winner.kernel) == (False, measured.plans[0].digest)
+    failed = [one.failure for one in problem.candidates if one.failure]
+    assert failed == ["wrong: 1.0e+00 from float64"] * 2
+    assert problem.candidates[problem.chosen].microseconds is not None
+
+
+def test_float64_is_computed_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        tuning,
+        "_native",
+        lambda posed, tensors: seen.append(
+            (torch.backends.cudnn.enabled, [None if t is None else t.dtype for t in tensors])
+        ),
+    )
+    tuning._in_float64(POSED, (torch.zeros(()), torch.zeros((), dtype=torch.float16), None))
+    assert seen == [(False, [torch.float64, torch.float64, None])]
 
 
 def test_there_is_no_winner_if_nothing_runs(measured: Measured) -> None:
