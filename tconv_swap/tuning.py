@@ -285,8 +285,10 @@ def _runnable(
                 truth, whose = found, PYTORCH if number == len(plans) else plans[number].family
             elif whose != _FLOAT64 and _wrong(found, truth, posed):
                 truth, whose = _in_float64(posed, tensors), _FLOAT64
-                for other in [other for other, it in runs.items() if _wrong(it(), truth, posed)]:
-                    failures[other] = f"wrong: {_wrong(runs.pop(other)(), truth, posed)} from {whose}"
+                for other, earlier in list(runs.items()):
+                    if wrong := _wrong(earlier(), truth, posed):
+                        failures[other] = f"wrong: {wrong} from {whose}"
+                        del runs[other]
             if wrong := _wrong(found, truth, posed):
                 failures[number] = f"wrong: {wrong} from {whose}"
             else:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from benchmarks import models, models_best, models_report, models_ways
 from benchmarks.models_row import Case, Setting
-from tconv_swap.inputs import Inputs
 from tconv_swap.ways import way
-from tconv_swap.ways.optimize import WaySearch
-from tconv_swap.ways.run import build
-from tconv_swap.ways.way import Way
 
 CPU = Setting(torch.device("cpu"), True, None)
 
@@ -73,38 +67,14 @@ def test_other_rows_have_no_best_way() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize(("by_rounding", "code"), [(0.01, 1), (0.04, 0)])
 def test_a_way_that_computes_something_else_gives_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_rounding: float, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models_ways, "_apart", lambda *_: (0.06, by_rounding))
+    monkeypatch.setattr(models_ways, "_apart", lambda *_: 0.06)
     path = tmp_path / "rows.json"
     arguments = ["--runtime", "best", "--network", "vae", "--precision", "tf32", "--json", str(path)]
-    assert models.main([*arguments, "--device", "cpu", "--tiny"]) == code
-    failures = json.loads(path.read_text())["not_measured"]
-    assert ["outputs that differ by 6.0e-02" in one for one in failures] == [True] * code
-
-
-class Amplifies(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(1e6 * x)
-
-
-@pytest.mark.parametrize(
-    ("last", "at_least", "at_most"), [(nn.Identity(), 1e-9, 1e-5), (Amplifies(), 1e-3, 1)]
-)
-def test_rounding_shows_what_a_network_amplifies(last: nn.Module, at_least: float, at_most: float) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.ConvTranspose2d(4, 3, 3), last).eval()
-    inputs = Inputs((torch.randn(2, 4, 5, 5),))
-    today = Way("pytorch")
-    running = build(network, today, inputs, training=False)
-    searched = SimpleNamespace(
-        model=network, training=False, inputs=inputs, search=SimpleNamespace(get=lambda _: running)
-    )
-    apart, by_rounding = models_ways._apart(cast(WaySearch, searched), today)
-    assert apart == 0
-    assert at_least < by_rounding < at_most
+    assert models.main([*arguments, "--device", "cpu", "--tiny"]) == 1
+    assert "outputs that differ by 6.0e-02" in json.loads(path.read_text())["not_measured"][0]
 
 
 def test_large_networks_and_float16_come_first() -> None:

@@ -17,7 +17,6 @@ import tconv_swap
 from tconv_swap.blocks import call, evaluation
 from tconv_swap.cuda import call as cuda_call
 from tconv_swap.kernels.norm.shape import Activation
-from tconv_swap.runtime import host
 
 VECTORS = "weight", "bias", "running_mean", "running_var"
 
@@ -73,14 +72,6 @@ def check(made: nn.Sequential, gpu: Pretended, blocks: int = 1, x: Tensor | None
 def without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def test_no_kernel_of_pythons_is_on_the_way() -> None:
-    assert host.is_available()
-    lines = torch._C._dispatch_dump_table("tconv_swap::block_output").splitlines()
-    for key in ("AutocastCUDA", "AutogradCUDA", "CUDA"):
-        (line,) = (line for line in lines if line.startswith(f"{key}:"))
-        assert "blocks.cpp" in line
 
 
 def test_off_cuda_the_modules_compute_it() -> None:

@@ -78,14 +78,22 @@ def train(gpu: GPU, leaves: list[Tensor], backend: str = "kernel") -> None:
 # Who computes
 
 
-@pytest.mark.parametrize("name", ["conv_transpose2d_output", "conv_transpose2d_gradients"])
-def test_no_kernel_of_pythons_is_on_the_way(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "source", "casts"),
+    [
+        ("conv_transpose2d_output", "call.cpp", True),
+        ("conv_transpose2d_gradients", "call.cpp", False),
+        ("norm_activation", "blocks.cpp", False),
+        ("block_output", "blocks.cpp", True),
+        ("block_training", "blocks.cpp", True),
+    ],
+)
+def test_no_kernel_of_pythons_is_on_the_way(name: str, source: str, casts: bool) -> None:
     assert host.is_available()
     lines = torch._C._dispatch_dump_table(f"tconv_swap::{name}").splitlines()
-    keys = ["AutogradCUDA", "CUDA", *(["AutocastCUDA"] if name.endswith("output") else [])]
-    for key in keys:
+    for key in ("AutogradCUDA", "CUDA", *(["AutocastCUDA"] if casts else [])):
         (line,) = (line for line in lines if line.startswith(f"{key}:"))
-        assert "call.cpp" in line
+        assert source in line
 
 
 @pytest.mark.parametrize("backend", ["auto", "kernel"])

@@ -46,10 +46,10 @@ _L2_BYTES = 30e6
 _SATURATING_SHARE = 0.75
 #: Threads of a block of the single launch, and how many of such blocks share a multiprocessor's shared memory.
 _BLOCKS = ((512, 1), (256, 2), (128, 4))
-#: Threads that the registers of a multiprocessor hold.
+#: Threads that the registers of a multiprocessor hold, at the 80 of most kernels.
 _MAX_RESIDENT_THREADS = 816
-#: The share of a GPU's multiprocessors that clusters use, by the multiprocessors that a cluster is spread over, which
-#: belong to one GPC of 16 or 18.
+#: The share of a GPU's multiprocessors that clusters use, by the multiprocessors that a cluster is spread over: fitted
+#: too. All blocks of a cluster run within one GPC, which may leave some of its multiprocessors to none.
 _CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.85}
 #: Threads of a block of the two launches.
 _SPLIT_THREADS = 256
@@ -305,7 +305,7 @@ def _fused(
     )
     blocks = tiling.tiles * cluster
     usable = int(device.multiprocessors * _CLUSTER_SHARE[max(1, cluster // resident)])
-    slots = usable * resident // cluster * cluster
+    slots = max(1, usable * resident // cluster) * cluster
     waves = ceil_div(blocks, slots)
     again = (1 - cached / needed) * read * tiling.norm.bytes
     rate = _COPY_RATES[min(resident, max(_COPY_RATES))]

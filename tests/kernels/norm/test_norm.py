@@ -104,14 +104,14 @@ def test_sizes_are_not_compiled_in(channels_last: bool, per_image: bool) -> None
         shape = (batch, channels, side, side + 8)
         for made in plans(norm(shape, channels_last=channels_last, per_image=per_image), HOPPER):
             kernels |= {launch.kernel for launch in made.launches}
-    # Forward and backward: a single launch has three block sizes and three cluster sizes; two launches are one that
-    # reduces, with a cluster or without, and one that applies.
-    assert len(kernels) <= 2 * (3 * 3 + 2 + 1) < len(sizes)
+    # Forward and backward: a single launch has three block sizes and three cluster sizes, of which not all occur; two
+    # launches are one that reduces, with a cluster or without, and one that applies.
+    assert len(kernels) <= 22 < len(sizes)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.architecture)
 def test_all_blocks_of_a_reduction_run_at_a_time(device: Device) -> None:
-    """Registers of a multiprocessor hold two; of 33 clusters of 8, an H200 runs 30 (docs/kernels/norm.md)."""
+    """Registers of a multiprocessor hold two; of 33 clusters of 8, an H200 seems to run 30 (docs/kernels/norm.md)."""
     rng, reductions = random.Random(0), 0
     for _ in range(300):
         shape = (rng.randint(1, 64), 8 * rng.randint(1, 64), rng.randint(8, 200), rng.randint(8, 200))
@@ -125,6 +125,14 @@ def test_all_blocks_of_a_reduction_run_at_a_time(device: Device) -> None:
                 assert not several or blocks <= at_a_time * (30 / 33 if cluster > 1 else 1)
                 reductions += 1
     assert reductions > 50
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 8, 9, 16])
+def test_a_gpu_of_few_multiprocessors_has_plans(multiprocessors: int) -> None:
+    few = Device("sm_120", multiprocessors, 99 << 10)
+    for shape, channels_last in product(SHAPES.values(), (False, True)):
+        for made in plans(norm(shape, channels_last=channels_last and len(shape) == 4), few):
+            assert all(launch.grid > 0 for launch in made.launches)
 
 
 @pytest.mark.parametrize("per_image", [False, True])
