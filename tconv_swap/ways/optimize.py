@@ -22,7 +22,9 @@ from tconv_swap.ways.report import StageWays, WaysReport, WayStage
 from tconv_swap.ways.run import Running, build
 from tconv_swap.ways.search import Progress, Search, WayRow
 from tconv_swap.ways.way import (
+    FUSED,
     LAYERS,
+    OURS,
     TODAY,
     Way,
     all_ways,
@@ -181,22 +183,23 @@ class WaySearch:
         progress: Progress | None = None,
         wanted: Way | None = None,
         *,
-        verified: bool = True,
+        ours_verified: bool = False,
         profiled: bool = True,
     ) -> StageWays:
         """Times the ways, verifies the fastest, times it again beside today's and the best with each kind of layers,
         and profiles it.
 
-        `wanted` is chosen however slow it is, if it can be built and computes the same. If not `verified`, the fastest
-        is chosen, and the caller has to check that it computes the same. If not `profiled`, the result does not say
-        what bounds it.
+        `wanted` is chosen however slow it is, if it can be built and computes the same. If `ours_verified`, the fastest
+        with our layers is verified even if PyTorch's are faster. If not `profiled`, the result does not say what bounds
+        it.
         """
         search = self.search
         search.ways, search.seconds = ways, seconds
         with preserved(self.model), cudnn_benchmark():
             search.run(progress)
-            fastest = search.best() or search.rows[0]
-            best, verification = self._fastest_verified(progress, wanted) if verified else (fastest.way, None)
+            best, verification = self._fastest_verified(progress, wanted)
+            if ours_verified:
+                self._fastest_verified(progress, None, OURS.name, FUSED.name)
             found = StageWays(self.stage, search.rows, best, verification=verification, notes=search.notes)
             found.finals = self._finals(found)
             times = {name: timing.median_ms for name, timing in found.finals.items()}
@@ -232,18 +235,18 @@ class WaySearch:
             return time_interleaved(variants, device=self.device, launches="included", budget_s=budget_s)
 
     def _fastest_verified(
-        self, progress: Progress | None, wanted: Way | None
+        self, progress: Progress | None, wanted: Way | None, *layers: str
     ) -> tuple[Way, VerifyReport | None]:
-        """Verifies the ways from the fastest on until one passes, or only the wanted one. Today's way needs no
-        verification."""
+        """Verifies the ways from the fastest on until one passes, of all or of those with one of these layers, or only
+        the wanted one. Today's way needs no verification, nor does one that has passed."""
 
         def candidate() -> WayRow | None:
             if wanted is None:
-                return self.search.best()
+                return self.search.best(*layers)
             row = self.search.row(wanted)
             return None if row is None or row.timing is None or row.failure else row
 
-        while (best := candidate()) is not None and best.way != TODAY:
+        while (best := candidate()) is not None and best.way != TODAY and not best.verified:
             if progress is not None:
                 progress(f"verifying {best.way}")
             report = self._verify(best)

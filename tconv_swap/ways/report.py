@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tconv_swap.verification.report import VerifyReport
 from tconv_swap.ways.search import WayRow, fastest_of
-from tconv_swap.ways.way import LAYERS, OURS, PYTORCH, TODAY, Way
+from tconv_swap.ways.way import FUSED, OURS, PYTORCH, TODAY, Way
 
 WayStage = Literal["forward", "step"]
 
@@ -38,15 +38,14 @@ class StageWays:
     def row(self, way: Way) -> WayRow | None:
         return next((row for row in self.rows if row.way == way), None)
 
-    def best_of(self, layers: str) -> WayRow | None:
-        """Returns the fastest way with these layers that was not found wrong."""
-        return fastest_of(self.rows, layers)
+    def best_of(self, *layers: str) -> WayRow | None:
+        """Returns the fastest way with one of these layers that was not found wrong."""
+        return fastest_of(self.rows, *layers)
 
     @property
     def our_best(self) -> WayRow | None:
         """Returns the fastest way with our layers, fused or not, that was not found wrong."""
-        found = [self.best_of(layers.name) for layers in LAYERS if layers is not PYTORCH]
-        return fastest_of([row for row in found if row is not None])
+        return self.best_of(OURS.name, FUSED.name)
 
     @property
     def ours_in_the_same_way(self) -> WayRow | None:

@@ -163,9 +163,9 @@ class Search(Generic[_R]):
         needs = f" (needs {'; '.join(way.requirements)})" if way.requirements else ""
         return f"trying {way}, at most {max(left, 1):.0f} s to go{needs}"
 
-    def best(self, layers: str | None = None) -> WayRow | None:
+    def best(self, *layers: str) -> WayRow | None:
         """Returns the result of `fastest_of` for the rows."""
-        return fastest_of(self.rows, layers)
+        return fastest_of(self.rows, *layers)
 
     def row(self, way: Way) -> WayRow | None:
         return next((row for row in self.rows if row.way == way), None)
@@ -222,13 +222,15 @@ class Search(Generic[_R]):
         return ""
 
 
-def fastest_of(rows: Sequence[WayRow], layers: str | None = None) -> WayRow | None:
-    """Returns the fastest way that was timed and not found wrong, of all ways or of those with these layers.
+def fastest_of(rows: Sequence[WayRow], *layers: str) -> WayRow | None:
+    """Returns the fastest way that was timed and not found wrong, of all ways or of those with one of these layers.
 
     Among ways within `EQUAL_WITHIN` of the fastest, it is the first, which requires least.
     """
     found = [
-        row for row in rows if row.timing is not None and not row.failure and layers in (None, row.way.layers)
+        row
+        for row in rows
+        if row.timing is not None and not row.failure and (not layers or row.way.layers in layers)
     ]
     fastest = max((row.speedup for row in found), default=0.0)
     return next((row for row in found if row.speedup >= (1 - EQUAL_WITHIN) * fastest), None)

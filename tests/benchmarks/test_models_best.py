@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import models, models_best, models_report, models_ways
 from benchmarks.models_row import Case, Setting
-from tconv_swap.ways import way
+from tconv_swap.verification import VerifyReport
+from tconv_swap.ways import optimize, way
 
 CPU = Setting(torch.device("cpu"), True, None)
 
@@ -70,11 +71,16 @@ def test_other_rows_have_no_best_way() -> None:
 def test_a_way_that_computes_something_else_gives_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models_ways, "_apart", lambda *_: 0.06)
+    def failed(*_: object, **__: object) -> VerifyReport:
+        return VerifyReport(failures=["the output differs"])
+
+    monkeypatch.setattr(optimize, "verify_way", failed)
     path = tmp_path / "rows.json"
     arguments = ["--runtime", "best", "--network", "vae", "--precision", "tf32", "--json", str(path)]
     assert models.main([*arguments, "--device", "cpu", "--tiny"]) == 1
-    assert "outputs that differ by 6.0e-02" in json.loads(path.read_text())["not_measured"][0]
+    (line,) = json.loads(path.read_text())["not_measured"]
+    assert "none of our ways is right: " in line
+    assert "ours+channels_last is not chosen: the output differs" in line
 
 
 def test_large_networks_and_float16_come_first() -> None:
@@ -91,6 +97,8 @@ def test_the_next_step_is_announced() -> None:
     heard: list[str] = []
     row = models_ways.measure_best(Case("vae", "tf32", "any", "best"), CPU, heard.append)
     ways = len(row["stages"][0]["ways"])
-    assert len(heard) == 2 * ways
-    assert heard[0].startswith("step, trying pytorch, ")
-    assert heard[ways].startswith("forward, trying pytorch, ")
+    forward = next(place for place, text in enumerate(heard) if text.startswith("forward, "))
+    assert forward > ways
+    for begin in (0, forward):
+        assert ", trying pytorch, " in heard[begin]
+        assert any(", verifying ours" in text for text in heard[begin + ways :])
