@@ -71,7 +71,8 @@ class Captured:
 
 def _graphed(surface: Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
     try:
-        graphed: Any = torch.cuda.make_graphed_callables(surface, tensors, allow_unused_input=True)
+        with _own_workspaces():
+            graphed: Any = torch.cuda.make_graphed_callables(surface, tensors, allow_unused_input=True)
     except torch.AcceleratorError as error:
         for device in {tensor.device for tensor in tensors}:
             # This raises if the failed capture has broken the GPU or its random number generator.
@@ -79,6 +80,22 @@ def _graphed(surface: Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tup
         reason = str(error).strip().partition("\n")[0]
         raise NotCapturableError(f"the capture failed ({reason})") from error
     return graphed  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Lets a capture allocate workspaces for cuBLAS in the memory of its own graphs, and share them with no later one.
+
+    PyTorch keeps one workspace for each stream and captures all graphs on one stream, so a graph would use memory of an
+    earlier one. Capturing under torch.compile frees all workspaces; if the earlier graph is gone, the next replay of
+    this one would fault (pytorch/pytorch#193402). Freed before and after the capture, as torch.compile does, a
+    workspace stays in the memory of the graph that uses it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class Surface(nn.Module):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import graph_workspaces
 import pytest
 import torch
 from graph_cases import Named, generator, images, trained
@@ -201,6 +204,11 @@ def test_a_network_that_waits_is_refused_and_the_gpu_still_works() -> None:
     assert row is not None
     assert "waits for the GPU" in row.why_not
     assert report.stages[0].row(Way("ours")).timing is not None  # type: ignore[union-attr]
+
+
+def test_a_graph_keeps_its_workspaces_when_others_are_gone() -> None:
+    done = subprocess.run([sys.executable, graph_workspaces.__file__], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("runtime", GRAPHS)
