@@ -129,6 +129,18 @@ struct Sizes {
   __device__ __forceinline__ constexpr int out_pixels() const { return out_height * out_width; }
 };
 
+/// The shape of a tile of positions of grad_input/implicit_gemm_tma.cu, and of the box of pixels that it reads. Rows of
+/// positions are powers of two long, and so is the number of them that a warpgroup has in an image.
+struct BoxTileShape {
+  int images, rows, col_bits;                   // of a tile
+  int warpgroup_row_bits;                       // rows of an image that a warpgroup has
+  int warpgroup_images, warpgroup_rows;         // from a warpgroup to the next, in the tile
+  int warpgroup_pixels;                         // the same in the box
+  int group_positions, multiply_positions;      // from 8 positions to the next, and from a multiply to the next, in the tile
+  int group_pixels, multiply_pixels;            // the same in the box
+  int box_cols, box_bytes;
+};
+
 /// For forward/narrow_ffma.cu, whose blocks compute a segment of tiles of positions, which lie below each other.
 struct NarrowFfmaSizes {
   int batch, height, width, out_height, out_width;

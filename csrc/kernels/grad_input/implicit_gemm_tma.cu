@@ -5,17 +5,15 @@
 //   K = taps x channels of the output, by chunks of 128 bytes of channels
 //
 // A stage of the input holds one phase of a chunk: the pixels of grad_output that lie STEP_H and STEP_W apart, as one box of
-// TILE_N images with the rows and columns that the taps of the phase reach. In this box neighbouring positions find
-// neighbouring pixels, a row of 128 bytes each, so a tap is a start address. Where a map is narrower than 8 positions (TILE_W
-// below 8), whole rows of it are neighbours, and each column of taps counts as a phase of its own. A stage of the weights
-// holds one tap of a chunk. One producer thread issues the copies of each of the two rings, and the consumers multiply and
+// the tile's images with the rows and columns that the taps of the phase reach. In this box neighbouring positions find
+// neighbouring pixels, a row of 128 bytes each, so a tap is a start address. With NARROW a tile has 4 columns, whole rows of
+// a map are neighbours, and each column of taps counts as a phase of its own. A stage of the weights holds one tap of a chunk. One producer thread issues the copies of each of the two rings, and the consumers multiply and
 // store. Of two CONSUMERS (ping-pong, of WARPGROUPS warpgroups each) each computes every other tile, and one multiplies while
 // the other stores.
 //
-// Constants of the tile (kernels/grad_input/implicit_gemm_tma_tile.py): 8 positions of a multiply and the next 8 lie
-// GROUP_PIXELS apart in the input's stage and GROUP_POSITIONS apart in the tile, a multiply and the next MULTIPLY_PIXELS and
-// MULTIPLY_POSITIONS. FLAT (kernel within the stride, no padding): rows of all images are rows of one. DENSE (and FLAT): a tile
-// is TILE_POSITIONS positions in a row, wherever they begin; `box_bytes` of whole rows of the map hold them, INPUT_BYTES at most.
+// The shape of a tile, `shape`, is an argument (kernels/grad_input/implicit_gemm_tma_shape.py): any whose box has at most
+// INPUT_BYTES. FLAT (kernel within the stride, no padding): rows of all images are rows of one. DENSE (and FLAT): a tile is
+// TILE_POSITIONS positions in a row, wherever they begin, and its box the whole rows of the map that hold them.
 //
 // Covers: float32 as TF32 (TMA rounds), float16, bfloat16; grad_output and weight in channels_last with channels of a group in
 // 16-byte multiples, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides up to 8. PARTIAL: grad_input
@@ -29,17 +27,14 @@
 // ---- phases and taps -------------------------------------------------------------------------------------------
 
 constexpr int TAPS = KERNEL_H * KERNEL_W;
-constexpr bool NARROW = TILE_W < 8;
 constexpr int REACH_H = (KERNEL_H - 1) * DILATION_H / STEP_H;
 constexpr int REACH_W = NARROW ? 0 : (KERNEL_W - 1) * DILATION_W / STEP_W;
-/// The size of a box; with DENSE no tap is shifted, so nothing depends on it.
-constexpr int BOX_H = TILE_H + REACH_H, BOX_W = TILE_W + REACH_W;
 static_assert(!DENSE || (FLAT && REACH_H == 0 && REACH_W == 0));
 
 /// Each phase's first pixel, counted from the tile's first position, and its taps: which of the kernel they are, and at which
-/// pixel of the box they meet the first position. The taps of phase s are first[s] to first[s + 1].
+/// row and column of the box they meet the first position. The taps of phase s are first[s] to first[s + 1].
 struct PhaseTable {
-  int phases, row[TAPS], col[TAPS], first[TAPS + 1], tap[TAPS], pixel[TAPS];
+  int phases, row[TAPS], col[TAPS], first[TAPS + 1], tap[TAPS], box_row[TAPS], box_col[TAPS];
 };
 
 __device__ constexpr PhaseTable make_table() {
@@ -52,7 +47,8 @@ __device__ constexpr PhaseTable make_table() {
         for (int kw = 0; kw < KERNEL_W; ++kw)
           if (kh * DILATION_H % STEP_H == row && (NARROW ? kw : kw * DILATION_W % STEP_W) == col) {
             t.tap[taps] = kh * KERNEL_W + kw;
-            t.pixel[taps++] = kh * DILATION_H / STEP_H * BOX_W + (NARROW ? 0 : kw * DILATION_W / STEP_W);
+            t.box_row[taps] = kh * DILATION_H / STEP_H;
+            t.box_col[taps++] = NARROW ? 0 : kw * DILATION_W / STEP_W;
           }
       if (taps == before) continue;
       t.row[t.phases] = row;
@@ -69,7 +65,6 @@ constexpr int PHASES = make_table().phases;
 
 constexpr int CHUNK = ROW / static_cast<int>(sizeof(Element)), CHUNKS = ceil_div(K_GROUP, CHUNK);
 constexpr int INPUT_PITCH = round_up(INPUT_BYTES, 1024);
-static_assert(DENSE || INPUT_BYTES == TILE_N * BOX_H * BOX_W * ROW, "the plan and the kernel must agree");
 static_assert(WEIGHT_BYTES % 1024 == 0);
 constexpr int WARPGROUP_POSITIONS = 64 * M_TILES, TILE_POSITIONS = WARPGROUPS * WARPGROUP_POSITIONS;
 /// Shared memory in which a warp transposes 16 positions of a multiply before it stores them.
@@ -92,7 +87,7 @@ struct Work {
   int split, block, group, image, row, col;
   int first_chunk, end_chunk;
 
-  __device__ __forceinline__ Work(int index, const Sizes& sizes) : split(0), image(0), first_chunk(0), end_chunk(CHUNKS) {
+  __device__ __forceinline__ Work(int index, const Sizes& sizes, const BoxTileShape& shape) : split(0), image(0), first_chunk(0), end_chunk(CHUNKS) {
     if constexpr (PARTIAL) {
       const int whole = sizes.splits.quotient(index);
       split = sizes.splits.remainder(index, whole);
@@ -112,11 +107,11 @@ struct Work {
       if constexpr (!FLAT) {
         image = sizes.image_tiles.quotient(tile);
         lines = sizes.image_tiles.remainder(tile, image);
-        image *= TILE_N;
+        image *= shape.images;
       }
       row = sizes.row_tiles.quotient(lines);
-      col = sizes.row_tiles.remainder(lines, row) * TILE_W;
-      row *= TILE_H;
+      col = sizes.row_tiles.remainder(lines, row) << shape.col_bits;
+      row *= shape.rows;
     }
   }
 };
@@ -126,10 +121,10 @@ struct Work {
 
 // ---- the producers -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
+__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes, const BoxTileShape& shape) {
   InputRing ring(shared);
   for_each_work_tile(work_tiles(sizes), [&](int index) {
-    const Work work(index, sizes);
+    const Work work(index, sizes, shape);
     for (int outer = PHASE_MAJOR ? 0 : work.first_chunk; outer < (PHASE_MAJOR ? PHASES : work.end_chunk); ++outer)
 #pragma unroll 1
       for (int inner = PHASE_MAJOR ? work.first_chunk : 0; inner < (PHASE_MAJOR ? work.end_chunk : PHASES); ++inner) {
@@ -137,7 +132,7 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
         const int row = work.row * STEP_H - PADDING_H + PHASE_TABLE.row[phase];
         const int col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + PHASE_TABLE.col[phase];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-        ptx::arrive_expect_tx(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
+        ptx::arrive_expect_tx(ring.full(), shape.box_bytes);
         if constexpr (PHASE_DIMENSION) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
           ptx::tma_load(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
@@ -151,10 +146,10 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
+__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes, const BoxTileShape& shape) {
   WeightRing ring(shared);
   for_each_work_tile(work_tiles(sizes), [&](int index) {
-    const Work work(index, sizes);
+    const Work work(index, sizes, shape);
     // Phase by phase, or all of them at once: taps are in the order of their phases.
     constexpr int OUTER = PHASE_MAJOR ? PHASES : 1;
 #pragma unroll 1
@@ -173,11 +168,8 @@ __device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map
 
 // ---- the consumers -------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& sizes) {
-  const int warpgroup = threadIdx.x / 128 % WARPGROUPS;
-  const int warpgroup_pixel =
-      DENSE ? warpgroup * WARPGROUP_POSITIONS
-            : (warpgroup / WARPGROUPS_H * (TILE_N * WARPGROUPS_H / WARPGROUPS) * BOX_H + warpgroup % WARPGROUPS_H * (TILE_H / WARPGROUPS_H)) * BOX_W;
+__device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& sizes, const BoxTileShape& shape) {
+  const int warpgroup_pixel = threadIdx.x / 128 % WARPGROUPS * shape.warpgroup_pixels;
   const u32 staged = shared + STAGED + threadIdx.x / 32 * STAGED_BYTES;
 
   InputRing input(shared);
@@ -190,7 +182,7 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
   if (CONSUMERS > 1 && consumer > 0) skip_work();
   ConsumerOrder<CONSUMERS> order(shared + TURN_BARRIERS, consumer);
   const auto compute = [&](int index) {
-    const Work work(index, sizes);
+    const Work work(index, sizes, shape);
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
     Accumulators accumulators;
     accumulators.clear();
@@ -207,7 +199,8 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
         const int begin = PHASE_TABLE.first[phase], end = PHASE_TABLE.first[phase + 1];
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-          const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + PHASE_TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
+          const int pixel = first_pixel + PHASE_TABLE.box_row[i] * shape.box_cols + PHASE_TABLE.box_col[i];
+          const u64 a = ptx::swizzled_descriptor(input.data() + pixel * ROW, 16, shape.group_pixels * ROW);
           const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
           ptx::wait_for_phase(weights.full(), weights.parity);
           ptx::fence_wgmma();
@@ -216,7 +209,7 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
           for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
-              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(accumulators.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
+              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(accumulators.of[m], a + m * (shape.multiply_pixels * ROW / 16) + step * 2, b + step * 2);
           ptx::commit_wgmma();
           ptx::wait_wgmma<1>();
           release(weights.empty_before(), !first);
@@ -236,9 +229,9 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
     Out* to = output;
     if constexpr (PARTIAL) to += split_offset(work.split, sizes);
     if constexpr (OUTPUT_CHANNELS_LAST) {
-      store_channels_last(accumulators, to, staged, work, sizes);
+      store_channels_last(accumulators, to, staged, work, sizes, shape);
     } else {
-      store_nchw(accumulators, to, work, sizes);
+      store_nchw(accumulators, to, work, sizes, shape);
     }
   };
   for_each_work_tile(work_tiles(sizes), compute, consumer, CONSUMERS);
@@ -246,7 +239,7 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
 
 extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, 1)
     grad_input_implicit_gemm_tma(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
-                     Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, long long box_bytes) {
+                     Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, const __grid_constant__ BoxTileShape shape) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
@@ -259,9 +252,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
 
   if (threadIdx.x >= CONSUMER_THREADS) {
     ptx::wait_for_previous_launch();
-    if (threadIdx.x == CONSUMER_THREADS) produce_input(shared, grad_output, sizes, static_cast<int>(box_bytes));
-    if (threadIdx.x == CONSUMER_THREADS + 32) produce_weights(shared, weight, sizes);
+    if (threadIdx.x == CONSUMER_THREADS) produce_input(shared, grad_output, sizes, shape);
+    if (threadIdx.x == CONSUMER_THREADS + 32) produce_weights(shared, weight, sizes, shape);
   } else {
-    consume(shared, grad_input, sizes);
+    consume(shared, grad_input, sizes, shape);
   }
 }

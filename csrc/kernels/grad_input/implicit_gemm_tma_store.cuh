@@ -15,19 +15,18 @@ static_assert(!OUTPUT_CHANNELS_LAST || BLOCK_CHANNELS % STORED_CHANNELS == 0 || 
 struct Position {
   int image, pixel;
 };
-__device__ __forceinline__ Position position_of_row(const Work& work, const Sizes& sizes, int m, int row) {
-  constexpr int WARPGROUP_H = TILE_H / WARPGROUPS_H, WARPGROUP_N = TILE_N / (WARPGROUPS / WARPGROUPS_H);
+__device__ __forceinline__ Position position_of_row(const Work& work, const Sizes& sizes, const BoxTileShape& shape, int m, int row) {
   const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 % WARPGROUPS;
-  const int in_tile = m * MULTIPLY_POSITIONS + (warp * 2 + row / 8) * GROUP_POSITIONS + row % 8;
+  const int in_tile = m * shape.multiply_positions + (warp * 2 + row / 8) * shape.group_positions + row % 8;
   if constexpr (DENSE) {
     const int position = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_POSITIONS + in_tile;
     const int image = sizes.image_positions.quotient(position);
     return {image, image < sizes.batch ? sizes.image_positions.remainder(position, image) : -1};
   } else {
-    const int line = in_tile / TILE_W, rows_down = line % WARPGROUP_H, further_images = line / WARPGROUP_H;
-    int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + rows_down;
-    int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further_images;
-    const int col = work.col + in_tile % TILE_W;
+    const int line = in_tile >> shape.col_bits, further_images = line >> shape.warpgroup_row_bits;
+    int at_row = work.row + warpgroup * shape.warpgroup_rows + line - (further_images << shape.warpgroup_row_bits);
+    int image = work.image + warpgroup * shape.warpgroup_images + further_images;
+    const int col = work.col + in_tile - (line << shape.col_bits);
     if constexpr (FLAT) {
       image = further_images == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
       at_row -= image * sizes.out_height;
@@ -63,7 +62,8 @@ __device__ __forceinline__ void stage_channels(const float* accumulators, u32 st
 }
 
 /// Stores a work tile. `staged`: the address of the warp's own shared memory.
-__device__ __forceinline__ void store_channels_last(const Accumulators& accumulators, Out* output, u32 staged, const Work& work, const Sizes& sizes) {
+__device__ __forceinline__ void store_channels_last(const Accumulators& accumulators, Out* output, u32 staged, const Work& work, const Sizes& sizes,
+                                                    const BoxTileShape& shape) {
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const int channel = work.block * BLOCK_CHANNELS + piece * (16 / static_cast<int>(sizeof(Out)));
   Out* first = output + work.group * CHANNELS_GROUP + channel;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_channels_last(const Accumulators& accumula
     int pixel[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Position position = position_of_row(work, sizes, M, i * 4 + lane / 8);
+      const Position position = position_of_row(work, sizes, shape, M, i * 4 + lane / 8);
       pixel[i] = position.pixel < 0 ? -1 : position.image * sizes.out_pixels() + position.pixel;
     }
     static_for<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
@@ -91,14 +91,14 @@ __device__ __forceinline__ void store_channels_last(const Accumulators& accumula
   });
 }
 
-__device__ __forceinline__ void store_nchw(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes) {
+__device__ __forceinline__ void store_nchw(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes, const BoxTileShape& shape) {
   const int lane = threadIdx.x % 32, channel = work.block * BLOCK_CHANNELS + lane % 4 * 2;
   const long long out_pixels = sizes.out_pixels();
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Position position = position_of_row(work, sizes, m, half * 8 + lane / 4);
+      const Position position = position_of_row(work, sizes, shape, m, half * 8 + lane / 4);
       const long long first_channel = static_cast<long long>(position.image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel;
       Out* to = output + first_channel * out_pixels + position.pixel;
 #pragma unroll

@@ -8,10 +8,11 @@ from functools import lru_cache
 
 from tconv_swap.kernels.common.sizes import tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
@@ -23,7 +24,6 @@ from tconv_swap.runtime.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
     struct,
     tensor_map,
@@ -67,7 +67,7 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    half_empty = 2 * geometry.in_channels_per_group * problem.item <= grad_input_tma_tile.ROW_BYTES
+    half_empty = 2 * geometry.in_channels_per_group * problem.item <= grad_input_tma_shape.ROW_BYTES
     if channels < MIN_CHANNELS or half_empty or not claims(problem, device):
         return []
     return [part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
@@ -85,7 +85,7 @@ def part_with_tile(
     work_tiles = grad_input_tma_tile.work_count(problem, tile)
     count = grad_input_elements(problem)
     split = tile.splits > 1
-    kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
+    kernel, shared = _compiled(of_any_size(problem), _of_any_shape(tile))
     main = Launch(
         kernel,
         grid=min(work_tiles, multiprocessors),
@@ -95,14 +95,17 @@ def part_with_tile(
             tensor_map(1),
             workspace(0) if split else output(0),
             struct(0),
-            int64(grad_input_tma_tile.box_bytes(problem, tile)),
+            struct(1),
         ),
         shared_bytes=shared,
         tensor_maps=(
             _grad_output_map(problem, tile, grad_output),
             _weight_map(problem, tile, weight),
         ),
-        structs=(tile_count_sizes(problem, grad_input_tma_tile.tile_counts(problem, tile), tile.splits),),
+        structs=(
+            tile_count_sizes(problem, grad_input_tma_shape.tile_counts(problem, tile), tile.splits),
+            grad_input_tma_shape.shape_words(problem, tile),
+        ),
     )
     launches = [main]
     if split:
@@ -115,26 +118,38 @@ def part_with_tile(
     )
 
 
+def _of_any_shape(tile: TmaTile) -> TmaTile:
+    """Returns a tile that is the same for all shapes and splits that a kernel computes. 2 splits stand for any number
+    of splits above 1, 4 and 8 columns for narrow tiles and others."""
+    cols = grad_input_tma_shape.NARROW_COLS if tile.narrow else 8
+    return replace(
+        tile,
+        images=1,
+        rows=1,
+        cols=cols,
+        groups_along="",
+        multiplies_along="",
+        warpgroups_h=1,
+        splits=min(tile.splits, 2),
+    )
+
+
 @lru_cache(maxsize=4096)
 def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
-    """Returns the kernel that computes all sizes of a layer (``of_any_size``), and its bytes of shared memory. A tile
-    of 2 splits stands for any number of splits above 1."""
+    """Returns the kernel that computes all sizes of a layer (``of_any_size``), and its bytes of shared memory.
+    ``tile``: of ``_of_any_shape``."""
     shared, split = grad_input_tma_tile.shared_bytes(layer, tile), tile.splits > 1
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(layer, split),
         ("OUTPUT_CHANNELS_LAST", layer.output_channels_last),
         ("FLAT", tile.flat),
         ("DENSE", tile.dense),
-        ("TILE_N", tile.images),
-        ("TILE_H", tile.rows),
-        ("TILE_W", tile.cols),
+        ("NARROW", tile.narrow),
         ("M_TILES", tile.m_tiles),
         ("WARPGROUPS", tile.warpgroups),
         ("CONSUMERS", tile.consumers),
-        ("WARPGROUPS_H", tile.warpgroups_h),
         ("BLOCK_CHANNELS", tile.channels),
-        *grad_input_tma_tile.pitches(layer, tile).items(),
-        ("INPUT_BYTES", grad_input_tma_tile.input_bytes(layer, tile)),
+        ("INPUT_BYTES", tile.box_pixels * grad_input_tma_shape.ROW_BYTES),
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
         ("PARTIAL", split),
@@ -156,7 +171,7 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
     images, rows = geometry.batch, geometry.height
     if tile.flat:
         images, rows = 1, images * rows
-    box_h, box_w = grad_input_tma_tile.box_size(problem, tile)
+    box_h, box_w = grad_input_tma_shape.box_size(problem, tile)
     step_h, step_w = problem.step
     if tile.phase_dimension:
         return TensorMap(
@@ -164,7 +179,7 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
             ELEMENT_KINDS[problem.precision],
             (geometry.in_channels, step_w, geometry.width // step_w, rows, images),
             (pixel, step_w * pixel, geometry.width * pixel, rows * geometry.width * pixel),
-            (grad_input_tma_tile.ROW_BYTES // problem.item, 1, box_w, (box_h - 1) * step_h + 1, tile.images),
+            (grad_input_tma_shape.ROW_BYTES // problem.item, 1, box_w, (box_h - 1) * step_h + 1, tile.images),
             (1, 1, 1, step_h, 1),
             fetched_bytes=grad_input_tma_tile.fetched_bytes(problem),
         )
@@ -173,7 +188,7 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
     sizes = (group, geometry.groups, geometry.width, rows, images)
     strides = (group * problem.item, pixel, geometry.width * pixel, rows * geometry.width * pixel)
     box = (
-        grad_input_tma_tile.ROW_BYTES // problem.item,
+        grad_input_tma_shape.ROW_BYTES // problem.item,
         1,
         (box_w - 1) * step_w + 1,
         (box_h - 1) * step_h + 1,
@@ -206,6 +221,6 @@ def _weight_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> Tenso
         ELEMENT_KINDS[problem.precision],
         (geometry.in_channels_per_group, geometry.taps, channels, geometry.groups),
         (group, geometry.taps * group, channels * geometry.taps * group),
-        (grad_input_tma_tile.ROW_BYTES // problem.item, 1, tile.channels, 1),
+        (grad_input_tma_shape.ROW_BYTES // problem.item, 1, tile.channels, 1),
         (1, 1, 1, 1),
     )

@@ -1,5 +1,5 @@
-"""Chooses the tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu: at most four for all sizes of a layer, and one of
-them for each size. The functions are pure."""
+"""Chooses the tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu: at most four kernels for all sizes of a layer, and
+one of them, in the shape of its tile that fits best, for each size. The functions are pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from functools import lru_cache
 from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_tma
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
-    TmaTile,
     chunks,
     clocks,
     legal,
+    shapes,
+    tile_clocks,
     tiles,
     work_count,
 )
@@ -22,13 +24,11 @@ from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: With so few steps (a tap of a chunk) a tile should have at most ``SMALL`` outputs: storing the last tile, when
-#: nothing
-#: is left to multiply, costs more than the loads that small tiles add.
+#: nothing is left to multiply, costs more than the loads that small tiles add.
 FEW_STEPS = 24
 SMALL = 128 * 128
 #: Two consumers in ping-pong pay up to so many steps of a tile for each byte of an output (one multiplies while the
-#: other
-#: stores), if at least this share of the multiprocessors works in the last wave.
+#: other stores), if at least this share of the multiprocessors works in the last wave.
 PING_PONG_STEPS = 9
 PING_PONG_OCCUPANCY = 0.9
 #: Factors on the expected time of a tile that is too large for few steps, of one consumer where two were measured to be
@@ -39,19 +39,54 @@ NARROW, WIDE, WIDE_CHANNELS = 1.02, 1.02, 192
 #: Clocks that are added to each size, so that tiles for small sizes do not count too much.
 MIN_CLOCKS = 10000
 
+#: A kernel: its tile in each of its shapes, with the expected clocks of one tile.
+Kernel = tuple[tuple[float, TmaTile], ...]
+
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[TmaTile]:
-    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first: of the layer's tiles,
-    and, if there are too few, of all tiles."""
-    found = _ranked(schedules(of_any_size(problem), device), problem, device)
+    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first: of the layer's kernels,
+    and, if there are too few, of all kernels in all shapes."""
+    layer = of_any_size(problem)
+    found = _ranked(schedules(layer, device), problem, device)
     if len(found) < count and count > 1:
-        found += _ranked(tuple(tiles(problem, device)), problem, device)
+        every: tuple[Kernel, ...] = tuple((shape,) for kernel in _kernels(layer, device) for shape in kernel)
+        found += _ranked(every, problem, device)
     return list(dict.fromkeys(found))[:count]
 
 
-def _ranked(among: tuple[TmaTile, ...], problem: StridedProblem, device: Device) -> list[TmaTile]:
-    sized_tiles = [tile for one in among for tile in for_size(one, problem, legal)]
+def _ranked(kernels: tuple[Kernel, ...], problem: StridedProblem, device: Device) -> list[TmaTile]:
+    shaped = [in_best_shape(kernel, problem, device) for kernel in kernels]
+    sized_tiles = [tile for one in shaped for tile in for_size(one, problem, legal)]
     return sorted(sized_tiles, key=lambda tile: expected(problem, tile, device))
+
+
+def in_best_shape(kernel: Kernel, problem: StridedProblem, device: Device) -> TmaTile:
+    """Returns the tile in the shape with which all tiles take the fewest clocks; of equals that of the fewest tiles."""
+    first = kernel[0][1]
+    if len(kernel) == 1:
+        return first
+    geometry, (rows, cols) = problem.geometry, problem.positions
+    batch, blocks = (
+        geometry.batch,
+        ceil_div(geometry.out_channels_per_group, first.channels) * geometry.groups,
+    )
+    if first.flat:
+        batch, rows = 1, batch * rows
+    best, found = (math.inf, math.inf), first
+    for one_tile, tile in kernel:
+        count = ceil_div(batch, tile.images) * ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols)
+        waves = ceil_div(count * blocks * tile.splits, device.multiprocessors)
+        if (waves * one_tile, count * one_tile) < best:
+            best, found = (waves * one_tile, count * one_tile), tile
+    return found
+
+
+def _kernels(layer: StridedProblem, device: Device) -> tuple[Kernel, ...]:
+    """Returns every kernel that computes sizes of a layer."""
+    return tuple(
+        tuple((tile_clocks(layer, shape), shape) for shape in shapes(layer, tile))
+        for tile in tiles(layer, device)
+    )
 
 
 def expected(problem: StridedProblem, tile: TmaTile, device: Device) -> float:
@@ -87,20 +122,26 @@ def _ping_pong_pays(problem: StridedProblem, tile: TmaTile, device: Device) -> b
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: StridedProblem, device: Device) -> tuple[TmaTile, ...]:
-    """Returns the tiles of a layer (``of_any_size``): those that bring the expected times of ``representatives``
-    closest to the best of all tiles. The first computes any size."""
+def schedules(layer: StridedProblem, device: Device) -> tuple[Kernel, ...]:
+    """Returns the kernels of a layer (``of_any_size``): those that bring the expected times of ``representatives``
+    closest to the best of all kernels. The first computes any size."""
     sizes, weights = representatives(layer)
-    times = {tile: [_expected_clocks(tile, size, device) for size in sizes] for tile in tiles(layer, device)}
+    times = {
+        kernel: [_expected_clocks(kernel, size, device) for size in sizes]
+        for kernel in _kernels(layer, device)
+    }
     always = [
-        tile
-        for tile in times
-        if not (tile.flat or tile.phase_dimension) and (tile.splits == 1 or layer.one_pixel)
+        kernel
+        for kernel in times
+        if not (kernel[0][1].flat or kernel[0][1].phase_dimension)
+        and (kernel[0][1].splits == 1 or layer.one_pixel)
     ]
     return select_covering(times, weights, always, share_of_tma(layer, device))
 
 
-def _expected_clocks(tile: TmaTile, problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks with the best number of splits, or infinity if the tile does not compute the size."""
+def _expected_clocks(kernel: Kernel, problem: StridedProblem, device: Device) -> float:
+    """Returns the expected clocks with the best number of splits, or infinity if the kernel does not compute the
+    size."""
+    tile = in_best_shape(kernel, problem, device)
     times = (MIN_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem, legal))
     return min(times, default=math.inf)

@@ -12,7 +12,7 @@ import torch
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.program import ElementKind
 

@@ -17,14 +17,33 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"))
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
+
+
+#: The fields of BoxTileShape in csrc/kernels/common/sizes.cuh.
+SHAPE_WORDS = (
+    "images",
+    "rows",
+    "col_bits",
+    "warpgroup_row_bits",
+    "warpgroup_images",
+    "warpgroup_rows",
+    "warpgroup_pixels",
+    "group_positions",
+    "multiply_positions",
+    "group_pixels",
+    "multiply_pixels",
+    "box_cols",
+    "box_bytes",
+)
 
 
 def random_geometry(rng: random.Random, item: int) -> Geometry:
@@ -74,7 +93,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             posed = replace(posed, output_channels_last=False)
         kinds: dict[tuple[object, ...], list[TmaTile]] = {}
         if posed.step != (1, 1) and grad_input_tma.claims(posed, H200):
-            for tile in grad_input_tma_tile.tiles(posed, H200):
+            for tile in every_tile(posed):
                 if not grad_input_tma_tile.legal(posed, tile):
                     continue
                 kind = (
@@ -98,6 +117,12 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             yield problem, posed, tile
 
 
+def every_tile(posed: StridedProblem) -> Iterator[TmaTile]:
+    """Yields the tiles of every kernel in each of its shapes."""
+    for kernel in grad_input_tma_tile.tiles(posed, H200):
+        yield from grad_input_tma_tile.shapes(posed, kernel)
+
+
 def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarray, np.ndarray]:
     """Returns the gradient of one channel, computed with the offsets of grad_input/implicit_gemm_tma.cu, and by the
     definition."""
@@ -105,8 +130,9 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
     geometry, (step_h, step_w) = posed.geometry, posed.step
     (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
     padding_h, padding_w = geometry.padding
-    constants = {k: v for k, v in part.launches[0].kernel.constants if not isinstance(v, str)}
-    _, tiles_h, tiles_w = grad_input_tma_tile.tile_counts(posed, tile)
+    constants = dict(part.launches[0].kernel.constants)
+    shape = dict(zip(SHAPE_WORDS, part.launches[0].structs[1], strict=True))
+    _, tiles_h, tiles_w = grad_input_tma_shape.tile_counts(posed, tile)
     source, _ = part.launches[0].tensor_maps
     (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
     box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
@@ -129,22 +155,18 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
 
     rows, cols = posed.positions
     grad_input = np.full(geometry.batch * rows * cols, np.nan)
-    warpgroup_rows, warpgroup_images = (
-        tile.rows // tile.warpgroups_h,
-        tile.images * tile.warpgroups_h // tile.warpgroups,
-    )
     m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]
-    pixels = m * constants["MULTIPLY_PIXELS"] + group * constants["GROUP_PIXELS"] + eight
-    in_tile = m * constants["MULTIPLY_POSITIONS"] + group * constants["GROUP_POSITIONS"] + eight
+    pixels = m * shape["multiply_pixels"] + group * shape["group_pixels"] + eight
+    in_tile = m * shape["multiply_positions"] + group * shape["group_positions"] + eight
     assert sorted(in_tile.ravel()) == list(range(tile.m_tiles * 64)), "a number for each position"
     blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
     for index in range(grad_input_tma_tile.work_count(posed, tile) // blocks):
         if tile.dense:
             (row, skipped), col, image = divmod(index * tile.positions, cols), 0, 0
         else:
-            lines, col = index // tiles_w, index % tiles_w * tile.cols
-            row = (lines if constants["FLAT"] else lines % tiles_h) * tile.rows
-            image, skipped = 0 if constants["FLAT"] else lines // tiles_h * tile.images, 0
+            lines, col = index // tiles_w, index % tiles_w << shape["col_bits"]
+            row = (lines if constants["FLAT"] else lines % tiles_h) * shape["rows"]
+            image, skipped = 0 if constants["FLAT"] else lines // tiles_h * shape["images"], 0
         sums = np.zeros((tile.warpgroups, tile.m_tiles * 64))
         for (first_row, first_col), taps in phases.items():
             begin = col * step_w - padding_w + first_col
@@ -163,29 +185,26 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
                 images_of_the_map[n.clip(0, sizes_n - 1), h.clip(0, sizes_h - 1), w.clip(0, sizes_w - 1)],
                 0,
             ).ravel()
-            assert stage.size * grad_input_tma_tile.ROW_BYTES <= constants["INPUT_BYTES"]
+            assert stage.size * grad_input_tma_shape.ROW_BYTES == shape["box_bytes"]
+            assert shape["box_bytes"] <= constants["INPUT_BYTES"]
+            assert box_w == shape["box_cols"]
             stage = np.concatenate([stage, np.full(4096, np.nan)])
             for warpgroup in range(tile.warpgroups):
-                down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
-                first = (images * warpgroup_images * box_h + down * warpgroup_rows) * box_w
-                if tile.dense:
-                    first = warpgroup * tile.m_tiles * 64 + skipped
+                first = warpgroup * shape["warpgroup_pixels"] + skipped
                 for value, pixel in taps:
                     sums[warpgroup][in_tile.ravel()] += value * stage[first + pixel + pixels].ravel()
         numbers = np.arange(tile.m_tiles * 64)
         for warpgroup in range(tile.warpgroups):
-            down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
             if tile.dense:
                 position = index * tile.positions + warpgroup * len(numbers) + numbers
                 inside = position < grad_input.size
             else:
-                line, at_col = numbers // tile.cols, col + numbers % tile.cols
-                at_row, at_image = (
-                    row + down * warpgroup_rows + line % warpgroup_rows,
-                    image + images * warpgroup_images + line // warpgroup_rows,
-                )
+                line, at_col = numbers >> shape["col_bits"], col + numbers % (1 << shape["col_bits"])
+                further = line >> shape["warpgroup_row_bits"]
+                at_row = row + warpgroup * shape["warpgroup_rows"] + line % (1 << shape["warpgroup_row_bits"])
+                at_image = image + warpgroup * shape["warpgroup_images"] + further
                 if constants["FLAT"]:
-                    at_image = np.where(line < warpgroup_rows, at_row // rows, geometry.batch)
+                    at_image = np.where(further == 0, at_row // rows, geometry.batch)
                     at_row = at_row % rows
                 position = (at_image * rows + at_row) * cols + at_col
                 inside = (at_row < rows) & (at_col < cols) & (at_image < geometry.batch)

@@ -3,6 +3,7 @@ computes the sizes that are given to it, and one kernel at several sizes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -25,6 +26,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_g
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input import tma_gemm as grad_input_tma_gemm
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
@@ -118,7 +120,7 @@ def every_schedule(problem: plan.Problem) -> Iterator[Part]:
     posed = as_convolution(problem)
     layer = of_any_size(posed)
     if grad_input_tma.claims(posed, H200):
-        for tile in grad_input_tma_choice.schedules(layer, H200):
+        for (_, tile), *_ in grad_input_tma_choice.schedules(layer, H200):
             yield grad_input_tma.part_with_tile(posed, tile)
     if grad_input_im2col.claims(posed, H200):
         for tile, _ in grad_input_im2col_choice.schedules(layer, H200):
@@ -187,16 +189,20 @@ def test_the_boxes_of_a_size_have_the_bytes_that_its_kernel_expects(seed: int) -
     for posed in (any_problem(rng) for _ in range(10)):
         if not grad_input_tma.claims(posed, H200):
             continue
-        for one in grad_input_tma_choice.schedules(of_any_size(posed), H200):
-            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_tma_tile.legal):
+        for shapes in grad_input_tma_choice.schedules(of_any_size(posed), H200):
+            (kernel,) = {grad_input_tma.part_with_tile(posed, tile).launches[0].kernel for _, tile in shapes}
+            constants, largest = dict(kernel.constants), max(tile.box_pixels for _, tile in shapes)
+            assert largest * grad_input_tma_shape.ROW_BYTES == constants["INPUT_BYTES"]
+            assert grad_input_tma_choice.in_best_shape(shapes, posed, H200) in [tile for _, tile in shapes]
+            sized = (grad_input_tma_gemm.for_size(one, posed, grad_input_tma_tile.legal) for _, one in shapes)
+            for tile in itertools.chain.from_iterable(sized):
                 (main, *_) = grad_input_tma.part_with_tile(posed, tile).launches
-                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                source = main.tensor_maps[0]
                 assert max(source.box) <= 256
                 loaded = posed.item * math.prod(
                     -(-size // step) for size, step in zip(source.box, source.steps, strict=True)
                 )
-                assert loaded == main.arguments[-1].value <= constants["INPUT_BYTES"]
-                assert tile.dense or loaded == constants["INPUT_BYTES"]
+                assert loaded == main.structs[1][-1] <= constants["INPUT_BYTES"]
                 if tile.flat:
                     assert posed.geometry.height == posed.positions[0] * posed.step[0]
                 if tile.phase_dimension:
