@@ -14,6 +14,7 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, network_variant, sum_of_squares
 from tconv_swap.measurement.timing import Timing, time_interleaved
+from tconv_swap.memory import is_out_of_memory
 from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.check import verify_way
@@ -262,15 +263,35 @@ class WaySearch:
             running = self.search.get(row.way)
         except Exception as error:  # it was built once, but there may be less memory now
             return VerifyReport(failures=[f"it cannot be built again: {error}".partition("\n")[0]])
-        return verify_way(self._original(), running, self.inputs, seed=self.seed)
+        report = self._verified_in_memory(running)
+        if report is None:
+            self.search.drop_others({TODAY, row.way})
+            report = self._verified_in_memory(running)
+        return VerifyReport(failures=["not enough memory to verify it"]) if report is None else report
+
+    def _verified_in_memory(self, running: Running) -> VerifyReport | None:
+        """Returns the verification's report; None if there is too little memory for it: it makes copies in float64, and
+        the ways that are still built hold their graphs' memory."""
+        try:
+            return verify_way(self._original(), running, self.inputs, seed=self.seed)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            raise
 
     def _original(self) -> nn.Module:
         return self.search.get(TODAY).network
 
     def _finals(self, found: StageWays) -> dict[str, Timing]:
         best = [row.way for layers in LAYERS if (row := self.search.best(layers.name)) is not None]
-        running = {way.name: self.search.get(way) for way in dict.fromkeys([TODAY, *best, found.best])}
-        return self._time(running, self.final_s) if len(running) > 1 else {}
+        try:
+            running = {way.name: self.search.get(way) for way in dict.fromkeys([TODAY, *best, found.best])}
+            return self._time(running, self.final_s) if len(running) > 1 else {}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.search.notes.append("not enough memory to time the best ways side by side")
+            return {}
 
     def _bound(self, way: Way) -> str:
         running = self.search.get(way)

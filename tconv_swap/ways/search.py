@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -188,6 +188,10 @@ class Search(Generic[_R]):
         for layers in {row.way.layers for row in self.rows}:
             best = self.best(layers)
             kept |= {best.way} if best is not None else set()
+        self.drop_others(kept)
+
+    def drop_others(self, kept: Collection[Way]) -> None:
+        """Drops what is built for other ways than these."""
         for other in [other for other in self.built if other not in kept]:
             self._drop(other)
 
