@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -310,6 +311,22 @@ def test_a_block_has_192_channels_if_the_layer_has_192() -> None:
             as_convolution(plan.Problem(geometry, *mode, True, True)), H200
         )
         assert (best.positions, best.channels) == (128, 192)
+
+
+def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
+    """A tile of several images would be mostly empty with one image, a wide one with narrow maps."""
+    kernels, shapes = set(), set()
+    for batch, side in ((1, 64), (1, 96), (2, 128), (4, 32), (8, 16), (16, 16), (32, 8)):
+        geometry = Geometry(batch, 256, side, side, 256, (3, 3), (2, 2), groups=2)
+        posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+        (tile,) = grad_input_tma_choice.choose(replace(posed, output_channels_last=False), H200)
+        part = grad_input_tma.part_with_tile(posed, tile)
+        kernels.add(part.launches[0].kernel)
+        shapes.add((tile.images, tile.rows, tile.cols))
+        multiplied = math.prod(grad_input_tma_shape.tile_counts(posed, tile)) * tile.positions
+        assert multiplied <= 1.1 * batch * side * side
+    assert len(kernels) <= 2
+    assert len(shapes) > len(kernels)
 
 
 def test_operands_may_be_in_the_workspace() -> None:
