@@ -14,10 +14,10 @@
 // memory.
 //
 // The launch gives the shape of a tile (Im2colTileShape): its images, rows and columns of positions, numbered in this order
-// (rows of a multiply past the last one are not stored), the box, and how many stages hold it. So one kernel has for each
-// size the shape that fits it, and all that one costs is a few integer operations: offsets are sums of what is compiled in,
-// channels, rows and columns, times what a channel and a row of the box take. `paired`: rows g and g + 8 of a multiply are
-// neighbouring positions, which one thread stores together.
+// (rows of a multiply past the last one are not stored), the box, and the stages that hold it. So one kernel has for each
+// size the shape that fits it. An offset is compiled in as channels, rows and columns; the launch says how many elements a
+// channel and a row of the box take. `paired`: rows g and g + 8 of a multiply are neighbouring positions, which one thread
+// stores together.
 //
 // The main loop goes by rounds: the fewest stages of the input that fill whole stages of the weights. What the last round
 // has too much is zeros.
@@ -55,8 +55,8 @@ __device__ __forceinline__ constexpr Offset offset_of_k(int k) {
 /// How many loads a word takes.
 constexpr int LOADS = HALVES ? 2 : 1;
 static_assert(!HALVES || WORD == 2);
-/// Returns whether the four words of k that four lanes load have the same distances everywhere as the first four, whatever
-/// the box.
+/// Returns whether the four words of k that four lanes load have the same distances everywhere as the first four, in every
+/// box. Then a thread needs no offset of its own for them, and those of the four are the same for all threads.
 __device__ constexpr bool is_regular() {
   for (int k = 0; k < STEPS * STEP_WORDS * WORD; ++k) {
     const int four = k / (4 * WORD) * (4 * WORD);
@@ -104,6 +104,7 @@ struct Ring {
     }
   }
 };
+
 /// Sets up the barriers of a ring: one producer loads a stage, and all consumer warps read it.
 template <class Ring>
 __device__ __forceinline__ void set_up(Ring ring) {
@@ -129,7 +130,8 @@ struct Work {
   int split, block, group, image, row, col;
   int first_round, rounds;
 
-  __device__ __forceinline__ Work(int index, const Sizes& sizes, const Im2colTileShape& shape) : split(0), first_round(0), rounds(ROUNDS) {
+  __device__ __forceinline__ Work(int index, const Sizes& sizes, const Im2colTileShape& shape)
+      : split(0), first_round(0), rounds(ROUNDS) {
     if constexpr (PARTIAL) {
       const int whole = sizes.splits.quotient(index);
       split = sizes.splits.remainder(index, whole);

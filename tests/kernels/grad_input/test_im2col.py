@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_cho
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
+from tconv_swap.runtime.cache import csrc_directory
 from tconv_swap.runtime.program import Launch
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -98,10 +100,13 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
 
 
 def shape_of(launch: Launch) -> dict[str, int]:
-    """Returns the words of ``Im2colTileShape`` of common/sizes.cuh, by name."""
-    names = ["images", "rows", "row_pitch", "channel_pitch", "paired"]
-    names += ["input_bytes", "input_pitch", "input_stages", "weight_stages"]
-    names += [f"{name}_{of}" for name in ("cols", "image_positions") for of in ("value", "magic", "shift")]
+    """Returns the words of ``Im2colTileShape`` by the names that common/sizes.cuh gives them."""
+    header = (csrc_directory() / "kernels/common/sizes.cuh").read_text()
+    (body,) = re.findall(r"struct Im2colTileShape \{(.*?)\n\};", header, re.DOTALL)
+    names = []
+    for kind, fields in re.findall(r"^  (int|Divisor) ([a-z_, ]+);", body, re.MULTILINE):
+        parts = ("",) if kind == "int" else ("_value", "_magic", "_shift")
+        names += [field + part for field in fields.split(", ") for part in parts]
     return dict(zip(names, launch.structs[1], strict=True))
 
 
