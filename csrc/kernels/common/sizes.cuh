@@ -133,6 +133,7 @@ struct Sizes {
 struct Im2colTileShape {
   int images, rows;
   int row_pitch, channel_pitch;       // elements from a row of a box to the next, and from a channel of it
+  int alignment_columns, wide;        // columns of a box before the first that a tap reaches; whether they are COLUMN_BLOCKs
   int paired;                         // whether a thread has neighbouring positions
   int input_bytes, input_pitch;       // that a stage of the input is loaded with, and from one to the next
   int input_stages, weight_stages;

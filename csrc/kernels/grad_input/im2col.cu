@@ -23,9 +23,9 @@
 // has too much is zeros.
 //
 // Covers: float32 as TF32 (TMA rounds), float16, bfloat16; rows of grad_output and of the weight that are multiples of 16
-// bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. COLUMN_BLOCK > 1: the
-// tensor map has two dimensions for the columns, COLUMN_BLOCK of them and the rest, because a box has at most 256 elements
-// along a dimension. PARTIAL: grad_input is float32 [sizes.splits, ...], and each split has its share of the rounds.
+// bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. `wide`: the tensor map
+// has two dimensions for the columns, COLUMN_BLOCK of them and the rest, because a box has at most 256 elements along a
+// dimension. PARTIAL: grad_input is float32 [sizes.splits, ...], and each split has its share of the rounds.
 #include "grad_input/tma_gemm.cuh"
 
 // ---- the im2col operand ------------------------------------------------------------------------------------------
@@ -154,17 +154,18 @@ struct Work {
 
 // ---- the producers -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes, const Im2colTileShape& shape) {
+__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes,
+                                              const Im2colTileShape& shape) {
   InputRing ring = input_ring(shared, shape);
   for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes, shape);
-    const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - ALIGNMENT_COLUMNS;
+    const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - shape.alignment_columns;
     int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
     for (int stage = work.rounds * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expect_tx(ring.full(), shape.input_bytes);
-      if constexpr (COLUMN_BLOCK > 1) {
+      if (shape.wide) {
         ptx::tma_load(ring.data(), map, 0, col / COLUMN_BLOCK, row, channel, work.image, ring.full());
       } else {
         ptx::tma_load(ring.data(), map, col, row, channel, work.image, ring.full());
@@ -174,7 +175,8 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes, const Im2colTileShape& shape) {
+__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes,
+                                                const Im2colTileShape& shape) {
   WeightRing ring = weight_ring(shared, shape);
   for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes, shape);
@@ -223,7 +225,7 @@ struct InputOperand {
         const TilePosition at(tile_position(m, half, shape.paired), shape);
         const Offset first{at.image * STAGE_CHANNELS, at.row * STEP_H, at.col * STEP_W};
         const int offset = at.image < shape.images ? first.bytes(shape) : 0;
-        position[m][half] = ALIGNMENT_COLUMNS * ITEM + offset + (REGULAR ? offset_of_k(WORD * t).bytes(shape) : 0);
+        position[m][half] = shape.alignment_columns * ITEM + offset + (REGULAR ? offset_of_k(WORD * t).bytes(shape) : 0);
       }
 #pragma unroll
     for (int i = 0; i < (REGULAR ? 0 : 2 * STEPS); ++i)
@@ -261,7 +263,8 @@ struct InputOperand {
 /// channel c + 2t + i. IN_PAIRS: rows of grad_input have an even number of columns, so that pairs of positions are neighbours
 /// in memory.
 template <bool IN_PAIRS>
-__device__ __forceinline__ void store(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes, const Im2colTileShape& shape) {
+__device__ __forceinline__ void store(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes,
+                                      const Im2colTileShape& shape) {
   const int channel = work.block * BLOCK_CHANNELS + threadIdx.x % 4 * 2;
   const long long out_pixels = sizes.out_pixels();
 #pragma unroll

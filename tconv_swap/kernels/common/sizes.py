@@ -160,6 +160,8 @@ def map_sizes(
 def im2col_tile_shape(
     tile: tuple[int, int, int],
     box: tuple[int, int],
+    alignment_columns: int,
+    wide: bool,
     paired: bool,
     input_stage: tuple[int, int],
     stages: tuple[int, int],
@@ -169,7 +171,7 @@ def im2col_tile_shape(
     and of the weights."""
     images, rows, cols = tile
     return (
-        *(images, rows, box[1], box[0] * box[1], int(paired)),
+        *(images, rows, box[1], box[0] * box[1], alignment_columns, int(wide), int(paired)),
         *(*input_stage, *stages),
         *divisor(cols),
         *divisor(rows * cols),

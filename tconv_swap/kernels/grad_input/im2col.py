@@ -119,9 +119,8 @@ def _compiled(layer: StridedProblem, kernel: Im2colKernel) -> Kernel:
         ("WARPGROUPS", kernel.warpgroups),
         ("BLOCK_CHANNELS", kernel.channels),
         ("STAGE_CHANNELS", kernel.stage_channels),
-        ("ALIGNMENT_COLUMNS", grad_input_im2col_tile.alignment_columns(layer, kernel)),
-        ("HALVES", grad_input_im2col_tile.halves(layer, kernel)),
-        ("COLUMN_BLOCK", kernel.column_block),
+        ("HALVES", grad_input_im2col_tile.halves(layer)),
+        ("COLUMN_BLOCK", grad_input_im2col_tile.COLUMN_BLOCK),
         ("MAX_INPUT_STAGES", grad_input_im2col_tile.MAX_INPUT_STAGES),
         ("MAX_WEIGHT_STAGES", grad_input_im2col_tile.MAX_WEIGHT_STAGES),
         ("BARRIER_BYTES", grad_input_im2col_tile.BARRIER_BYTES),
@@ -137,6 +136,8 @@ def _shape_words(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape
     return im2col_tile_shape(
         (shape.images, shape.rows, shape.cols),
         (grad_input_im2col_tile.box_h(layer, shape), shape.box_w),
+        grad_input_im2col_tile.alignment_columns(layer, shape.wide),
+        shape.wide,
         shape.paired,
         (loaded, grad_input_im2col_tile.input_pitch(layer, kernel, shape)),
         (shape.input_stages, shape.weight_stages),
@@ -171,7 +172,7 @@ def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) 
     """Returns the tensor map of grad_output: columns (two dimensions of them, if they are blocked), rows, channels,
     images."""
     geometry, item = problem.geometry, problem.item
-    column_block, shape = tile.kernel.column_block, tile.shape
+    column_block, shape = tile.shape.column_block, tile.shape
     row = (geometry.width if aligned(problem) else _padded_width(problem)) * item
     plane = geometry.height * row
     blocked = (column_block,) if column_block > 1 else ()

@@ -23,15 +23,16 @@ from tconv_swap.kernels.grad_input.im2col_clocks import (
 )
 from tconv_swap.kernels.grad_input.im2col_tile import (
     ALIGNMENT,
+    COLUMN_BLOCK,
     Im2colKernel,
     Im2colShape,
     Im2colTile,
     blocks,
-    computes,
     halves,
     is_aligned,
     kernels,
     macs,
+    may_split,
     shapes,
     variants,
     word,
@@ -66,7 +67,7 @@ NEAR = 3
 MIN_CLOCKS = 10000
 
 #: A shape, the expected clocks of a step of k with it and those of a work tile beside its steps, and whether it is
-#: right for rows of any length.
+#: right for any number of tiles in a row.
 Timed = tuple[Im2colShape, float, float, bool]
 
 
@@ -116,11 +117,12 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Im2c
 
 
 def _ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Im2colTile]:
+    if halves(problem) and not _halves_pay(problem, device.multiprocessors):
+        return []
     limit = _max_clocks(problem, device)
     timed = [
         (time, i, tile)
         for i, one in enumerate(among)
-        if not halves(problem, one.kernel) or _halves_pay(problem, device.multiprocessors)
         for time, tile in best_tiles(one, problem, device)
         if time <= limit
     ]
@@ -132,6 +134,7 @@ def best_tiles(
 ) -> Iterator[tuple[float, Im2colTile]]:
     """Yields the tile with the best shape, and its expected clocks, for each number of splits that this size allows."""
     kernel, batch, (rows, cols) = schedule.kernel, problem.geometry.batch, problem.positions
+    takes_wide = problem.geometry.width % COLUMN_BLOCK == 0
     channel_blocks = blocks(problem, kernel)
     counted = [
         (
@@ -140,13 +143,13 @@ def best_tiles(
             beside,
             shape,
         )
-        for shape, step, beside, any_length in schedule.shapes
-        if any_length or cols <= shape.cols
+        for shape, step, beside, any_count in schedule.shapes
+        if (any_count or cols <= shape.cols) and (takes_wide or not shape.wide)
     ]
     if not counted:
         return
     unsized = Im2colTile(kernel, counted[0][-1], 2 if kernel.partial else 1)
-    for tile in for_size(unsized, problem, computes):
+    for tile in for_size(unsized, problem, may_split):
         count = step_count(problem, kernel, tile.splits)
         time, i = min(
             (-(-work * tile.splits // device.multiprocessors) * (count * step + beside), i)
@@ -177,15 +180,15 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
             near = _fastest(layer, whole, tuple(_plain(layer, whole, device)), maps, device, NEAR)
             laid[whole] = tuple(_laid(layer, whole, shape, device, known) for shape, *_ in near)
         timed = tuple(
-            (shape, step, store_clocks(layer, kernel, shape), any_length)
-            for shape, step, _, any_length in laid[whole]
+            (shape, step, store_clocks(layer, kernel, shape), any_count)
+            for shape, step, _, any_count in laid[whole]
         )
         found[kernel] = Schedule(kernel, _fastest(layer, kernel, timed, maps, device, 1))
     times = {kernel: [_expected_clocks(one, size, device) for size in sizes] for kernel, one in found.items()}
-    max_kernels = share_of_im2col(layer, device)
-    # Of several kernels the first is right for rows of any width.
-    first = [kernel for kernel in times if max_kernels > 1 and not kernel.wide]
-    return tuple(found[kernel] for kernel in select_covering(times, weights, first, max_kernels))
+    # The first is right for rows of any width.
+    first = [kernel for kernel, one in found.items() if any(not shape.wide for shape, *_ in one.shapes)]
+    chosen = select_covering(times, weights, first, share_of_im2col(layer, device))
+    return tuple(found[kernel] for kernel in chosen)
 
 
 def _plain(layer: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Timed]:
@@ -215,7 +218,7 @@ def _laid(
 
 def _timed(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, passes: float) -> Timed:
     step, beside = step_clocks(layer, kernel, shape, passes), store_clocks(layer, kernel, shape)
-    return shape, step, beside, is_aligned(layer, kernel, shape)
+    return shape, step, beside, is_aligned(layer, shape)
 
 
 def _fastest(
@@ -234,8 +237,8 @@ def _fastest(
     for batch, rows, cols in maps:
         works = [
             (-(-batch // shape.images) * -(-rows // shape.rows) * -(-cols // shape.cols), step, beside, i)
-            for i, (shape, step, beside, any_length) in enumerate(timed)
-            if any_length or cols <= shape.cols
+            for i, (shape, step, beside, any_count) in enumerate(timed)
+            if any_count or cols <= shape.cols
         ]
         for parts, steps in counts:
             ranked = sorted(
@@ -243,6 +246,8 @@ def _fastest(
                 for work, step, beside, i in works
             )
             kept.update(i for _, i in ranked[:count])
+            # Not every width takes wide boxes.
+            kept.update([i for _, i in ranked if not timed[i][0].wide][:count])
     return tuple(one for i, one in enumerate(timed) if i in kept)
 
 

@@ -43,7 +43,7 @@ def conflicts(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape)
     width, size, (step_h, step_w) = shape.cols, word(problem), problem.step
     channel = box_h(problem, shape) * shape.box_w
     existing = shape.images * shape.rows * width
-    before = alignment_columns(problem, kernel)
+    before = alignment_columns(problem, shape.wide)
 
     def first_element(position: int) -> int:
         if position >= existing:
@@ -79,7 +79,7 @@ def step_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShap
     # Rows follow one another in shared memory, so they begin anywhere in a line.
     lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
     load = weights / LOAD_BYTES + rows * max(ROW_CLOCKS, LINE_CLOCKS * lines, row / LOAD_BYTES)
-    loads = 16 * passes * (2 if halves(problem, kernel) else 1)
+    loads = 16 * passes * (2 if halves(problem) else 1)
     memory = multiplies * (loads + kernel.channels / 4) + (weights + rows * row) / 128
     return max(1.05 * multiplies * kernel.channels / 2, memory, load)
 

@@ -48,8 +48,6 @@ class Im2colKernel:
     channels: int
     #: Channels of grad_output in one stage.
     stage_channels: int
-    #: Whether boxes have more columns than TMA takes in one dimension.
-    wide: bool
     #: Whether it stores partial sums of several splits.
     partial: bool = False
 
@@ -68,11 +66,6 @@ class Im2colKernel:
         """Returns how many threads a block has."""
         return 128 * self.warpgroups + PRODUCER_THREADS
 
-    @property
-    def column_block(self) -> int:
-        """Returns how many columns the first dimension of the tensor map has if the columns take two, otherwise 1."""
-        return COLUMN_BLOCK if self.wide else 1
-
 
 @dataclass(frozen=True, slots=True)
 class Im2colShape:
@@ -88,6 +81,16 @@ class Im2colShape:
     paired: bool = True
     input_stages: int = 2
     weight_stages: int = 2
+
+    @property
+    def wide(self) -> bool:
+        """Returns whether its box has more columns than TMA takes in one dimension."""
+        return self.box_w > MAX_BOX
+
+    @property
+    def column_block(self) -> int:
+        """Returns how many columns the first dimension of the tensor map has if the columns take two, otherwise 1."""
+        return COLUMN_BLOCK if self.wide else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,9 @@ def column_alignment(problem: StridedProblem, box_is_wide: bool) -> int:
     return COLUMN_BLOCK if box_is_wide else ALIGNMENT // problem.item
 
 
-def alignment_columns(problem: StridedProblem, kernel: Im2colKernel) -> int:
+def alignment_columns(problem: StridedProblem, box_is_wide: bool) -> int:
     """Returns how many columns a box has before the first that a tap reaches, for alignment."""
-    return -problem.geometry.padding[1] % column_alignment(problem, kernel.wide)
+    return -problem.geometry.padding[1] % column_alignment(problem, box_is_wide)
 
 
 def min_box_w(problem: StridedProblem, cols: int) -> int:
@@ -161,11 +164,11 @@ def offset(problem: StridedProblem, k: int) -> tuple[int, int, int]:
     return channel, kh * geometry.dilation[0], kw * geometry.dilation[1]
 
 
-def halves(problem: StridedProblem, kernel: Im2colKernel) -> bool:
-    """Returns whether the two taps of a word are loaded separately: no single word of the box holds both."""
+def halves(problem: StridedProblem) -> bool:
+    """Returns whether the two taps of a word are loaded separately: no word of a box, wide or not, holds both."""
     geometry = problem.geometry
     together = geometry.kernel[1] % 2 == 0 and geometry.dilation[1] == 1 and problem.step[1] % 2 == 0
-    return word(problem) == 2 and not (together and alignment_columns(problem, kernel) % 2 == 0)
+    return word(problem) == 2 and not (together and alignment_columns(problem, False) % 2 == 0)
 
 
 @lru_cache(maxsize=1024)
@@ -235,21 +238,20 @@ def macs(problem: StridedProblem) -> int:
 
 def legal(problem: StridedProblem, tile: Im2colTile) -> bool:
     """Returns whether the kernel computes this size correctly, and TMA can load its boxes."""
-    return computes(problem, tile) and (
-        is_aligned(problem, tile.kernel, tile.shape) or problem.positions[1] <= tile.shape.cols
-    )
-
-
-def computes(problem: StridedProblem, tile: Im2colTile) -> bool:
-    """Returns whether the kernel computes this size with some shape."""
-    if problem.geometry.width % tile.kernel.column_block:
+    shape = tile.shape
+    if problem.geometry.width % shape.column_block or not may_split(problem, tile):
         return False
+    return is_aligned(problem, shape) or problem.positions[1] <= shape.cols
+
+
+def may_split(problem: StridedProblem, tile: Im2colTile) -> bool:
+    """Returns whether the sum over k has so many parts, which are computed in one group only."""
     return tile.splits == 1 or (tile.splits <= rounds(problem, tile.kernel) and problem.geometry.groups == 1)
 
 
-def is_aligned(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> bool:
+def is_aligned(problem: StridedProblem, shape: Im2colShape) -> bool:
     """Returns whether the boxes of all tiles of a row begin at aligned columns."""
-    return shape.cols * problem.step[1] % column_alignment(problem, kernel.wide) == 0
+    return shape.cols * problem.step[1] % column_alignment(problem, shape.wide) == 0
 
 
 def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
@@ -258,10 +260,10 @@ def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
     if stage_channels is None:
         return
     out_channels = problem.geometry.out_channels_per_group
-    for (warpgroups, m_tiles, channels), wide in product(BLOCKS, (False, True)):
+    for warpgroups, m_tiles, channels in BLOCKS:
         if channels >= 2 * out_channels and channels > 64:
             continue
-        kernel = Im2colKernel(m_tiles, warpgroups, channels, stage_channels, wide)
+        kernel = Im2colKernel(m_tiles, warpgroups, channels, stage_channels)
         if not _has_registers(problem, kernel) or next(shapes(problem, kernel, device), None) is None:
             continue
         yield kernel
@@ -288,11 +290,9 @@ def _shape(
     problem: StridedProblem, kernel: Im2colKernel, tile: tuple[int, int, int], device: Device
 ) -> Iterator[Im2colShape]:
     """Yields the shape of this tile, if TMA can load its boxes and shared memory holds them."""
-    box_w = min_box_w(problem, tile[2])
-    if (box_w > MAX_BOX) == kernel.wide:
-        staged = with_stages(problem, kernel, Im2colShape(*tile, box_w), device)
-        if staged is not None:
-            yield staged
+    staged = with_stages(problem, kernel, Im2colShape(*tile, min_box_w(problem, tile[2])), device)
+    if staged is not None:
+        yield staged
 
 
 def variants(
@@ -307,7 +307,7 @@ def variants(
 
 def _has_registers(problem: StridedProblem, kernel: Im2colKernel) -> bool:
     """Returns whether registers can hold the offsets of the words of k."""
-    offsets = 2 * steps(problem, kernel) * (2 if halves(problem, kernel) else 1)
+    offsets = 2 * steps(problem, kernel) * (2 if halves(problem) else 1)
     limit = MAX_OFFSETS_256 if kernel.channels == 256 else MAX_OFFSETS
     return offsets <= limit or regular(problem, kernel.stage_channels)
 
@@ -339,7 +339,7 @@ def with_stages(
 ) -> Im2colShape | None:
     """Returns the shape with the stages that hold the most steps of k, or None if TMA cannot load its boxes or two
     stages of each operand do not fit."""
-    if max(shape.images, box_h(problem, shape)) > MAX_BOX or kernel.column_block * MAX_BOX < shape.box_w:
+    if max(shape.images, box_h(problem, shape)) > MAX_BOX or shape.column_block * MAX_BOX < shape.box_w:
         return None
     one_input, one_weight = input_pitch(problem, kernel, shape), weight_bytes(kernel)
     room, one_stage = device.shared_memory_per_block - FIXED_BYTES, steps(problem, kernel)

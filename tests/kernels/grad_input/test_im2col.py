@@ -48,16 +48,27 @@ def random_geometry(rng: random.Random) -> Geometry:
     return Geometry(batch, channels[0], *size, channels[1], kernel, stride, padding, added, dilation, groups)
 
 
+def wide_geometry(rng: random.Random) -> Geometry:
+    """Returns a geometry whose grad_output has rows of a multiple of 32, at a stride for which boxes of many columns
+    have more than TMA takes in one dimension."""
+    stride, channels = rng.choice((4, 8)), [rng.choice((8, 32, 64, 136)) for _ in range(2)]
+    halo = rng.random() < 0.5
+    kernel, padding = (rng.randint(1, 2), (1 + halo) * stride), (0, halo * stride // 2)
+    size = (rng.randint(1, 3), 32 * rng.randint(1, 8) // (stride // 4))
+    return Geometry(rng.choice((1, 3)), channels[0], *size, channels[1], kernel, (1, stride), padding)
+
+
 def random_shape(rng: random.Random, posed: StridedProblem, kernel: Im2colKernel) -> Im2colShape | None:
-    """Returns any shape that the kernel may get, with a box that may be wider than it needs to be, if there is one of
-    the numbers that were drawn."""
+    """Returns any shape that the kernel may get, with a box that may be wider than it needs to be, if shared memory
+    holds what was drawn."""
     cols = rng.choice((rng.randint(1, kernel.positions), rng.randint(1, 32)))
     rows = rng.randint(1, kernel.positions // cols)
     images = rng.randint(1, kernel.positions // (cols * rows))
-    align = grad_input_im2col_tile.column_alignment(posed, kernel.wide)
-    box_w = grad_input_im2col_tile.min_box_w(posed, cols) + rng.choice((0, 0, align, 3 * align))
-    if (box_w > grad_input_im2col_tile.MAX_BOX) != kernel.wide:
-        return None
+    box_w = grad_input_im2col_tile.min_box_w(posed, cols)
+    wide = box_w > grad_input_im2col_tile.MAX_BOX
+    more = rng.choice((0, 0, 1, 3)) * grad_input_im2col_tile.column_alignment(posed, wide)
+    if wide or box_w + more <= grad_input_im2col_tile.MAX_BOX:
+        box_w += more
     shape = Im2colShape(images, rows, cols, box_w, paired=rng.random() < 0.5)
     return grad_input_im2col_tile.with_stages(posed, kernel, shape, H200)
 
@@ -78,13 +89,15 @@ def tiles_of(rng: random.Random, posed: StridedProblem) -> Iterator[Im2colTile]:
                 yield tile
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
-    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as
-    another."""
+def cases(
+    seed: int, count: int, wide: bool = False
+) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
+    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as another.
+    ``wide``: only tiles with boxes of more columns than TMA takes in one dimension."""
     rng = random.Random(seed)
     while count:
         dtype, precision = MODES[count % len(MODES)]
-        geometry = random_geometry(rng)
+        geometry = wide_geometry(rng) if wide else random_geometry(rng)
         if min(geometry.out_height, geometry.out_width) < 1 or geometry.macs / geometry.groups > 1e9:
             continue
         problem = plan.Problem(geometry, dtype, precision, False, False)
@@ -93,7 +106,9 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
             for tile in tiles_of(rng, posed):
                 kernel, shape = tile.kernel, tile.shape
-                kinds.setdefault((kernel, shape.paired, shape.cols, shape.images > 1), []).append(tile)
+                kind = (kernel, shape.paired, shape.cols, shape.images > 1, shape.wide)
+                if shape.wide or not wide:
+                    kinds.setdefault(kind, []).append(tile)
         if kinds:
             count -= 1
             yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
@@ -118,11 +133,8 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     launches = grad_input_im2col.part_with_tile(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
-    shape, alignment, stage_channels = (
-        shape_of(main),
-        constants["ALIGNMENT_COLUMNS"],
-        constants["STAGE_CHANNELS"],
-    )
+    shape, stage_channels = shape_of(main), constants["STAGE_CHANNELS"]
+    alignment, column_block = shape["alignment_columns"], constants["COLUMN_BLOCK"] if shape["wide"] else 1
     box_w, plane = shape["row_pitch"], shape["channel_pitch"]
     box_h, rest = divmod(plane, box_w)
     assert rest == 0
@@ -156,6 +168,9 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
         assert (elements[:, 1::2] == elements[:, ::2] + 1).all(), "words"
         assert (elements[:, ::2] % 2 == 0).all(), "words"
 
+    assert len(main.tensor_maps[0].box) == (5 if shape["wide"] else 4)
+    assert width % column_block == 0
+
     # The stage holds all that is loaded and read, and the stages lie within the shared memory.
     assert math.prod(main.tensor_maps[0].box) * posed.item == shape["input_bytes"] <= shape["input_pitch"]
     assert 0 <= elements.min() <= elements.max() < shape["input_bytes"] // posed.item
@@ -171,7 +186,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     for index in np.ndindex(*counts):
         image, row, col = (n * size for n, size in zip(index, (images, tile_rows, tile_cols), strict=True))
         start = col * step_w - geometry.padding[1] - alignment
-        assert start % max(constants["COLUMN_BLOCK"], 16 // posed.item) == 0
+        assert start % max(column_block, 16 // posed.item) == 0
         n, c, h, w = np.ogrid[
             image : image + images,
             : stages * stage_channels,
@@ -198,7 +213,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
-    for _, posed, tile in cases(seed, 9):
+    for _, posed, tile in (*cases(seed, 9), *cases(seed, 3, wide=True)):
         found, wanted = emulated(posed, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
 
@@ -295,7 +310,7 @@ def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     torch.manual_seed(seed)
-    for problem, posed, tile in cases(100 + seed, 6):
+    for problem, posed, tile in (*cases(100 + seed, 6), *cases(100 + seed, 2, wide=True)):
         part, tolerance = grad_input_im2col.part_with_tile(posed, tile), TOLERANCE[problem.dtype]
         mask = (True, False, False)
         assert_kernel_matches(part, problem.geometry, problem.dtype, (False, False), tolerance, mask)

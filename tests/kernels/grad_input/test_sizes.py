@@ -226,10 +226,13 @@ def test_boxes_begin_at_addresses_that_tma_can_read(seed: int) -> None:
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
                 assert all(stride % 16 == 0 for stride in source.strides)
-                assert posed.geometry.width % constants["COLUMN_BLOCK"] == 0
+                block = constants["COLUMN_BLOCK"] if tile.shape.wide else 1
+                assert posed.geometry.width % block == 0
                 tiles = grad_input_im2col_tile.tile_counts(posed, tile.shape)[2]
-                align = max(constants["COLUMN_BLOCK"], 16 // posed.item)
-                first = posed.geometry.padding[1] + constants["ALIGNMENT_COLUMNS"]
+                align = max(block, 16 // posed.item)
+                first = posed.geometry.padding[1] + grad_input_im2col_tile.alignment_columns(
+                    posed, tile.shape.wide
+                )
                 starts = (at * tile.shape.cols * posed.step[1] - first for at in range(tiles))
                 assert all(start % align == 0 for start in starts)
 
