@@ -141,6 +141,17 @@ struct BoxTileShape {
   int box_cols, box_bytes;
 };
 
+/// The tile of grad_input/im2col.cu beside `Sizes`: the positions, and the stages of shared memory.
+struct Im2colTileShape {
+  int images, rows;
+  int row_pitch, channel_pitch;       // elements from a row of a box to the next, and from a channel of it
+  int alignment_columns, wide;        // columns of a box before the first that a tap reaches; whether they are COLUMN_BLOCKs
+  int paired;                         // whether a thread has neighbouring positions
+  int input_bytes, input_pitch;       // that a stage of the input is loaded with, and from one to the next
+  int input_stages, weight_stages;
+  Divisor cols, image_positions;      // columns of a row, positions of an image
+};
+
 /// For forward/narrow_ffma.cu, whose blocks compute a segment of tiles of positions, which lie below each other.
 struct NarrowFfmaSizes {
   int batch, height, width, out_height, out_width;

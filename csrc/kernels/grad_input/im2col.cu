@@ -13,16 +13,19 @@
 // word of k, so another kernel, stride or padding only changes the table of offsets. wgmma reads the weights from shared
 // memory.
 //
-// The positions of a tile are numbered through TILE_N images of TILE_H x TILE_W; rows of a multiply past the last one are
-// not stored. PAIRED: rows g and g + 8 of a multiply are neighbouring positions, which one thread stores together.
+// The launch gives the shape of a tile (Im2colTileShape): its images, rows and columns of positions, numbered in this order
+// (rows of a multiply past the last one are not stored), the box, and the stages that hold it. So one kernel has for each
+// size the shape that fits it. An offset is compiled in as channels, rows and columns; the launch says how many elements a
+// channel and a row of the box take. `paired`: rows g and g + 8 of a multiply are neighbouring positions, which one thread
+// stores together.
 //
 // The main loop goes by rounds: the fewest stages of the input that fill whole stages of the weights. What the last round
 // has too much is zeros.
 //
 // Covers: float32 as TF32 (TMA rounds), float16, bfloat16; rows of grad_output and of the weight that are multiples of 16
-// bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. COLUMN_BLOCK > 1: the
-// tensor map has two dimensions for the columns, COLUMN_BLOCK of them and the rest, because a box has at most 256 elements
-// along a dimension. PARTIAL: grad_input is float32 [sizes.splits, ...], and each split has its share of the rounds.
+// bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. `wide`: the tensor map
+// has two dimensions for the columns, COLUMN_BLOCK of them and the rest, because a box has at most 256 elements along a
+// dimension. PARTIAL: grad_input is float32 [sizes.splits, ...], and each split has its share of the rounds.
 #include "grad_input/tma_gemm.cuh"
 
 // ---- the im2col operand ------------------------------------------------------------------------------------------
@@ -31,22 +34,34 @@ constexpr int ITEM = static_cast<int>(sizeof(Element)), WORD = 4 / ITEM, TAPS = 
 constexpr int STEP_WORDS = 8, STEPS = STAGE_CHANNELS * TAPS / (STEP_WORDS * WORD);
 static_assert(STAGE_CHANNELS * TAPS % (STEP_WORDS * WORD) == 0);
 
-constexpr int IMAGE_PITCH = STAGE_CHANNELS * BOX_H * BOX_W;
+/// The channels, rows and columns of a box from the first element that a position reads to its k-th of a stage.
+struct Offset {
+  int channels, rows, cols;
 
-/// Returns the elements from the first one that a position reads to its k-th of a stage.
-__device__ constexpr int offset_of_k(int k) {
+  __device__ __forceinline__ constexpr Offset operator+(const Offset& other) const {
+    return {channels + other.channels, rows + other.rows, cols + other.cols};
+  }
+  __device__ __forceinline__ constexpr bool operator==(const Offset& other) const {
+    return channels == other.channels && rows == other.rows && cols == other.cols;
+  }
+  __device__ __forceinline__ int bytes(const Im2colTileShape& shape) const {
+    return (channels * shape.channel_pitch + rows * shape.row_pitch + cols) * ITEM;
+  }
+};
+__device__ __forceinline__ constexpr Offset offset_of_k(int k) {
   const int tap = k % TAPS;
-  return (k / TAPS * BOX_H + tap / KERNEL_W * DILATION_H) * BOX_W + tap % KERNEL_W * DILATION_W;
+  return {k / TAPS, tap / KERNEL_W * DILATION_H, tap % KERNEL_W * DILATION_W};
 }
 /// How many loads a word takes.
 constexpr int LOADS = HALVES ? 2 : 1;
 static_assert(!HALVES || WORD == 2);
-/// Returns whether the four words of k that four lanes load have the same distances everywhere as the first four.
+/// Returns whether the four words of k that four lanes load have the same distances everywhere as the first four, in every
+/// box. Then a thread needs no offset of its own for them, and those of the four are the same for all threads.
 __device__ constexpr bool is_regular() {
   for (int k = 0; k < STEPS * STEP_WORDS * WORD; ++k) {
     const int four = k / (4 * WORD) * (4 * WORD);
-    if (offset_of_k(k) != offset_of_k(four) + offset_of_k(k - four)) return false;
-    if (k % WORD == 1 && offset_of_k(k) - offset_of_k(k - 1) != offset_of_k(1)) return false;
+    if (!(offset_of_k(k) == offset_of_k(four) + offset_of_k(k - four))) return false;
+    if (k % WORD == 1 && !(offset_of_k(k) == offset_of_k(k - 1) + offset_of_k(1))) return false;
   }
   return true;
 }
@@ -58,26 +73,65 @@ constexpr int BOX_WORDS = ROW / 4, BOX_STEPS = BOX_WORDS / STEP_WORDS;
 /// How many stages of the input, and of the weights, a round has, and how many rounds the sum over k has.
 constexpr int ROUND = STEPS % BOX_STEPS == 0 ? 1 : STEPS % 2 == 0 ? 2 : 4, ROUND_WEIGHT_STAGES = ROUND * STEPS / BOX_STEPS;
 constexpr int ROUNDS = ceil_div(K_GROUP, STAGE_CHANNELS * ROUND);
-constexpr int INPUT_BYTES = TILE_N * IMAGE_PITCH * ITEM, INPUT_PITCH = round_up(INPUT_BYTES, 128);
-constexpr int INPUTS = WEIGHT_STAGES * WEIGHT_BYTES;
-constexpr int INPUT_BARRIERS = INPUTS + INPUT_STAGES * INPUT_PITCH, WEIGHT_BARRIERS = INPUT_BARRIERS + 2 * INPUT_STAGES * 8;
 static_assert(BOX_STEPS == 4 && (GROUPS == 1 || K_GROUP % (STAGE_CHANNELS * ROUND) == 0));
-static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "the plan and the kernel must agree");
+static_assert(2 * (MAX_INPUT_STAGES + MAX_WEIGHT_STAGES) * 8 <= BARRIER_BYTES && BARRIER_BYTES % 1024 == 0);
 
 /// Two producer threads issue copies; the rest of their warpgroup is there because registers move by whole warpgroups.
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS, PRODUCER_THREADS = 128;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
-constexpr int TILE_POSITIONS = TILE_N * TILE_H * TILE_W;
 
-using InputRing = StageRing<INPUT_STAGES, INPUTS, INPUT_PITCH, INPUT_BARRIERS>;
-using WeightRing = StageRing<WEIGHT_STAGES, 0, WEIGHT_BYTES, WEIGHT_BARRIERS>;
+/// The state of a warp in a ring of at most MAX_STAGES stages: its stage, and the parity of the phase. At `barriers` lie the
+/// `full` barriers of all stages, then the `empty` barriers.
+template <int MAX_STAGES>
+struct Ring {
+  u32 barriers, stages_begin;
+  int stages, pitch;
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ Ring(u32 barriers, u32 stages_begin, int stages, int pitch)
+      : barriers(barriers), stages_begin(stages_begin), stages(stages), pitch(pitch) {}
+  __device__ __forceinline__ u32 data() const { return stages_begin + stage * pitch; }
+  __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
+  __device__ __forceinline__ u32 empty() const { return barriers + (MAX_STAGES + stage) * 8; }
+  __device__ __forceinline__ u32 empty_before() const {
+    return barriers + (MAX_STAGES + (stage == 0 ? stages : stage) - 1) * 8;
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// Sets up the barriers of a ring: one producer loads a stage, and all consumer warps read it.
+template <class Ring>
+__device__ __forceinline__ void set_up(Ring ring) {
+  for (; ring.stage < ring.stages; ++ring.stage) {
+    ptx::init_barrier(ring.full(), 1);
+    ptx::init_barrier(ring.empty(), CONSUMER_THREADS / 32);
+  }
+}
+
+using InputRing = Ring<MAX_INPUT_STAGES>;
+using WeightRing = Ring<MAX_WEIGHT_STAGES>;
+
+/// The barriers come first, then the stages of the weights, then those of the input.
+__device__ __forceinline__ WeightRing weight_ring(u32 shared, const Im2colTileShape& shape) {
+  return {shared + 2 * MAX_INPUT_STAGES * 8, shared + BARRIER_BYTES, shape.weight_stages, WEIGHT_BYTES};
+}
+__device__ __forceinline__ InputRing input_ring(u32 shared, const Im2colTileShape& shape) {
+  return {shared, shared + BARRIER_BYTES + shape.weight_stages * WEIGHT_BYTES, shape.input_stages, shape.input_pitch};
+}
 
 /// One work tile of a persistent block. `image`, `row`, `col`: its first position.
 struct Work {
   int split, block, group, image, row, col;
   int first_round, rounds;
 
-  __device__ __forceinline__ Work(int index, const Sizes& sizes) : split(0), first_round(0), rounds(ROUNDS) {
+  __device__ __forceinline__ Work(int index, const Sizes& sizes, const Im2colTileShape& shape)
+      : split(0), first_round(0), rounds(ROUNDS) {
     if constexpr (PARTIAL) {
       const int whole = sizes.splits.quotient(index);
       split = sizes.splits.remainder(index, whole);
@@ -90,9 +144,9 @@ struct Work {
     group = index % GROUPS;
     const int tile = index / GROUPS, images = sizes.image_tiles.quotient(tile);
     const int in_image = sizes.image_tiles.remainder(tile, images), rows = sizes.row_tiles.quotient(in_image);
-    image = images * TILE_N;
-    row = rows * TILE_H;
-    col = sizes.row_tiles.remainder(in_image, rows) * TILE_W;
+    image = images * shape.images;
+    row = rows * shape.rows;
+    col = sizes.row_tiles.remainder(in_image, rows) * static_cast<int>(shape.cols.value);
   }
 };
 
@@ -100,17 +154,18 @@ struct Work {
 
 // ---- the producers -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
-  InputRing ring(shared);
+__device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes,
+                                              const Im2colTileShape& shape) {
+  InputRing ring = input_ring(shared, shape);
   for_each_work_tile(work_tiles(sizes), [&](int index) {
-    const Work work(index, sizes);
-    const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - ALIGNMENT_COLUMNS;
+    const Work work(index, sizes, shape);
+    const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - shape.alignment_columns;
     int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
     for (int stage = work.rounds * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expect_tx(ring.full(), INPUT_BYTES);
-      if constexpr (COLUMN_BLOCK > 1) {
+      ptx::arrive_expect_tx(ring.full(), shape.input_bytes);
+      if (shape.wide) {
         ptx::tma_load(ring.data(), map, 0, col / COLUMN_BLOCK, row, channel, work.image, ring.full());
       } else {
         ptx::tma_load(ring.data(), map, col, row, channel, work.image, ring.full());
@@ -120,10 +175,11 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
-  WeightRing ring(shared);
+__device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes,
+                                                const Im2colTileShape& shape) {
+  WeightRing ring = weight_ring(shared, shape);
   for_each_work_tile(work_tiles(sizes), [&](int index) {
-    const Work work(index, sizes);
+    const Work work(index, sizes, shape);
     int k = work.first_round * ROUND_WEIGHT_STAGES * BOX_WORDS * WORD;
 #pragma unroll 1
     for (int box = work.rounds * ROUND_WEIGHT_STAGES; box > 0; --box, k += BOX_WORDS * WORD) {
@@ -138,35 +194,48 @@ __device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map
 // ---- the consumers -----------------------------------------------------------------------------------------------
 
 /// Returns the number within the tile of the position that is row g + 8 * half of this thread's warp in multiply `m`.
-__device__ __forceinline__ int tile_position(int m, int half) {
+__device__ __forceinline__ int tile_position(int m, int half, bool paired) {
   const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
-  return threadIdx.x / 128 * (64 * M_TILES) + m * 64 + warp * 16 + (PAIRED ? 2 * g + half : g + 8 * half);
+  return threadIdx.x / 128 * (64 * M_TILES) + m * 64 + warp * 16 + (paired ? 2 * g + half : g + 8 * half);
 }
+
+/// A position of a tile. It may lie past the last image.
+struct TilePosition {
+  int image, row, col;
+
+  __device__ __forceinline__ TilePosition(int position, const Im2colTileShape& shape) {
+    const int line = shape.cols.quotient(position);
+    col = shape.cols.remainder(position, line);
+    image = shape.image_positions.quotient(position);
+    row = line - image * shape.rows;
+  }
+};
 
 /// Loads this thread's words of the im2col operand. All offsets are bytes from the beginning of a stage.
 struct InputOperand {
   u32 position[M_TILES][2];
   u32 word[REGULAR ? 1 : 2 * STEPS][LOADS];
 
-  __device__ __forceinline__ InputOperand() {
+  __device__ __forceinline__ explicit InputOperand(const Im2colTileShape& shape) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int position = tile_position(m, half), col = position % TILE_W, row = position / TILE_W % TILE_H, image = position / (TILE_W * TILE_H);
-        const int offset = position < TILE_POSITIONS ? image * IMAGE_PITCH + row * STEP_H * BOX_W + col * STEP_W : 0;
-        this->position[m][half] = (ALIGNMENT_COLUMNS + offset + (REGULAR ? offset_of_k(WORD * t) : 0)) * ITEM;
+        const TilePosition at(tile_position(m, half, shape.paired), shape);
+        const Offset first{at.image * STAGE_CHANNELS, at.row * STEP_H, at.col * STEP_W};
+        const int offset = at.image < shape.images ? first.bytes(shape) : 0;
+        position[m][half] = shape.alignment_columns * ITEM + offset + (REGULAR ? offset_of_k(WORD * t).bytes(shape) : 0);
       }
 #pragma unroll
     for (int i = 0; i < (REGULAR ? 0 : 2 * STEPS); ++i)
 #pragma unroll
-      for (int load = 0; load < LOADS; ++load) word[i][load] = offset_of_k((4 * i + t) * WORD + load) * ITEM;
+      for (int load = 0; load < LOADS; ++load) word[i][load] = offset_of_k((4 * i + t) * WORD + load).bytes(shape);
   }
 
   /// Loads the words of one step: words t of both rows, then words t + 4.
   template <int STEP>
-  __device__ __forceinline__ void load(u32 (&words)[M_TILES][4], u32 stage) const {
+  __device__ __forceinline__ void load(u32 (&words)[M_TILES][4], u32 stage, const Im2colTileShape& shape) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       u32 from[LOADS];
@@ -174,7 +243,7 @@ struct InputOperand {
       for (int load = 0; load < LOADS; ++load) {
         const int four = STEP * 2 + i;
         // Pinned: otherwise the compiler keeps the sum for each pair of a position and a word in a register of its own.
-        from[load] = REGULAR ? stage + (offset_of_k(4 * four * WORD) + load * offset_of_k(1)) * ITEM
+        from[load] = REGULAR ? stage + (offset_of_k(4 * four * WORD) + offset_of_k(load)).bytes(shape)
                              : ptx::keep_in_register(stage + word[REGULAR ? 0 : four][load]);
       }
 #pragma unroll
@@ -194,16 +263,17 @@ struct InputOperand {
 /// channel c + 2t + i. IN_PAIRS: rows of grad_input have an even number of columns, so that pairs of positions are neighbours
 /// in memory.
 template <bool IN_PAIRS>
-__device__ __forceinline__ void store(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes) {
+__device__ __forceinline__ void store(const Accumulators& accumulators, Out* output, const Work& work, const Sizes& sizes,
+                                      const Im2colTileShape& shape) {
   const int channel = work.block * BLOCK_CHANNELS + threadIdx.x % 4 * 2;
   const long long out_pixels = sizes.out_pixels();
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < (IN_PAIRS ? 1 : 2); ++half) {
-      const int position = tile_position(m, half);
-      const int col = work.col + position % TILE_W, row = work.row + position / TILE_W % TILE_H, image = work.image + position / (TILE_W * TILE_H);
-      const bool exists = position < TILE_POSITIONS && col < sizes.out_width && row < sizes.out_height && image < sizes.batch;
+      const TilePosition at(tile_position(m, half, IN_PAIRS || shape.paired), shape);
+      const int col = work.col + at.col, row = work.row + at.row, image = work.image + at.image;
+      const bool exists = at.image < shape.images && col < sizes.out_width && row < sizes.out_height && image < sizes.batch;
       Out* to = output + (static_cast<long long>(image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * out_pixels +
                 row * sizes.out_width + col;
 #pragma unroll
@@ -226,13 +296,15 @@ __device__ __forceinline__ void store(const Accumulators& accumulators, Out* out
 
 /// A consumer warpgroup, which computes one work tile after another.
 struct Consumer {
+  const Im2colTileShape& shape;
   const InputOperand operand;
   InputRing input;
   WeightRing weights;
   /// The im2col operand of a step and of the next one.
   u32 words[2][M_TILES][4];
 
-  __device__ __forceinline__ explicit Consumer(u32 shared) : input(shared), weights(shared) {}
+  __device__ __forceinline__ Consumer(u32 shared, const Im2colTileShape& shape)
+      : shape(shape), operand(shape), input(input_ring(shared, shape)), weights(weight_ring(shared, shape)) {}
 
   /// Multiplies the steps of a round from STEP on. `first`: this is the first round of the work tile.
   template <int STEP>
@@ -240,7 +312,7 @@ struct Consumer {
     if constexpr (STEP < ROUND * STEPS) {
       if constexpr (STEP % STEPS == 0) ptx::wait_for_phase(input.full(), input.parity);
       u32(&now)[M_TILES][4] = words[STEP % 2];
-      operand.template load<STEP % STEPS>(now, input.data());
+      operand.template load<STEP % STEPS>(now, input.data(), shape);
       if constexpr (STEP % BOX_STEPS == 0) ptx::wait_for_phase(weights.full(), weights.parity);
       const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + STEP % BOX_STEPS * 2;
       ptx::fence_wgmma();
@@ -276,12 +348,13 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, 1)
     grad_input_im2col(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
-                        Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes) {
+                      Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes,
+                      const __grid_constant__ Im2colTileShape shape) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    set_up_ring<INPUT_STAGES>(InputRing(shared), CONSUMER_THREADS / 32);
-    set_up_ring<WEIGHT_STAGES>(WeightRing(shared), CONSUMER_THREADS / 32);
+    set_up(input_ring(shared, shape));
+    set_up(weight_ring(shared, shape));
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -289,21 +362,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
   if (threadIdx.x >= CONSUMER_THREADS) {
     ptx::shrink_registers<PRODUCER_REGISTERS>();
     ptx::wait_for_previous_launch();
-    if (threadIdx.x == CONSUMER_THREADS) produce_input(shared, grad_output, sizes);
-    if (threadIdx.x == CONSUMER_THREADS + 32) produce_weights(shared, weight, sizes);
+    if (threadIdx.x == CONSUMER_THREADS) produce_input(shared, grad_output, sizes, shape);
+    if (threadIdx.x == CONSUMER_THREADS + 32) produce_weights(shared, weight, sizes, shape);
   } else {
     ptx::grow_registers<CONSUMER_REGISTERS>();
-    Consumer consumer(shared);
+    Consumer consumer(shared, shape);
     for_each_work_tile(work_tiles(sizes), [&](int index) {
-      const Work work(index, sizes);
+      const Work work(index, sizes, shape);
       Accumulators accumulators;
       consumer.multiply(accumulators, work.rounds);
       Out* to = grad_input;
       if constexpr (PARTIAL) to += split_offset(work.split, sizes);
-      if (PAIRED && TILE_W % 2 == 0 && sizes.out_width % 2 == 0) {
-        store<PAIRED && TILE_W % 2 == 0>(accumulators, to, work, sizes);
+      if (shape.paired && (shape.cols.value | sizes.out_width) % 2 == 0) {
+        store<true>(accumulators, to, work, sizes, shape);
       } else {
-        store<false>(accumulators, to, work, sizes);
+        store<false>(accumulators, to, work, sizes, shape);
       }
     });
   }

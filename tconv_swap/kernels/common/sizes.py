@@ -155,3 +155,24 @@ def map_sizes(
         *divisor(positions_w),
         *divisor(splits),
     )
+
+
+def im2col_tile_shape(
+    tile: tuple[int, int, int],
+    box: tuple[int, int],
+    alignment_columns: int,
+    wide: bool,
+    paired: bool,
+    input_stage: tuple[int, int],
+    stages: tuple[int, int],
+) -> Words:
+    """Returns ``Im2colTileShape``, for a tile of these images, rows and columns of positions, and a box of these rows
+    and columns. ``input_stage``: the bytes that it is loaded with, and those to the next one. ``stages``: of the input
+    and of the weights."""
+    images, rows, cols = tile
+    return (
+        *(images, rows, box[1], box[0] * box[1], alignment_columns, int(wide), int(paired)),
+        *(*input_stage, *stages),
+        *divisor(cols),
+        *divisor(rows * cols),
+    )

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import divisor, tile_count_sizes
+from tconv_swap.kernels.common.sizes import Words, divisor, im2col_tile_shape, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements
 from tconv_swap.kernels.problem import Device
@@ -80,20 +80,22 @@ def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: i
     split = tile.splits > 1
     partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
     grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)
-    kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
+    layer, shape = of_any_size(problem), tile.shape
+    counts = grad_input_im2col_tile.tile_counts(problem, shape)
     main = Launch(
-        kernel,
+        _compiled(layer, tile.kernel),
         grid=min(work_tiles, multiprocessors),
-        block=tile.threads,
+        block=tile.kernel.threads,
         arguments=(
             tensor_map(0),
             tensor_map(1),
             workspace(0) if split else output(0),
             struct(0),
+            struct(1),
         ),
-        shared_bytes=shared,
+        shared_bytes=grad_input_im2col_tile.shared_bytes(layer, tile),
         tensor_maps=(_grad_output_map(problem, tile, grad_output), _weight_map(problem, tile)),
-        structs=(tile_count_sizes(problem, grad_input_im2col_tile.tile_counts(problem, tile), tile.splits),),
+        structs=(tile_count_sizes(problem, counts, tile.splits), _shape_words(layer, tile.kernel, shape)),
     )
     launches = [main]
     if not aligned(problem):
@@ -109,31 +111,37 @@ def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: i
 
 
 @lru_cache(maxsize=4096)
-def _compiled(layer: StridedProblem, tile: Im2colTile) -> tuple[Kernel, int]:
-    """Returns the kernel that computes all sizes of a layer (``of_any_size``), and its bytes of shared memory. A tile
-    of 2 splits stands for any number of splits above 1."""
-    shared, split = grad_input_im2col_tile.shared_bytes(layer, tile), tile.splits > 1
+def _compiled(layer: StridedProblem, kernel: Im2colKernel) -> Kernel:
+    """Returns the kernel that computes all sizes of a layer (``of_any_size``)."""
     constants: tuple[tuple[str, Constant], ...] = (
-        *layer_constants(layer, split),
-        ("TILE_N", tile.images),
-        ("TILE_H", tile.rows),
-        ("TILE_W", tile.cols),
-        ("M_TILES", tile.m_tiles),
-        ("WARPGROUPS", tile.warpgroups),
-        ("BLOCK_CHANNELS", tile.channels),
-        ("PAIRED", tile.paired),
-        ("STAGE_CHANNELS", tile.stage_channels),
-        ("BOX_H", grad_input_im2col_tile.box_h(layer, tile)),
-        ("BOX_W", tile.box_w),
-        ("ALIGNMENT_COLUMNS", grad_input_im2col_tile.alignment_columns(layer, tile)),
-        ("HALVES", grad_input_im2col_tile.halves(layer, tile)),
-        ("COLUMN_BLOCK", grad_input_im2col_tile.column_block(layer, tile)),
-        ("INPUT_STAGES", tile.input_stages),
-        ("WEIGHT_STAGES", tile.weight_stages),
-        ("PARTIAL", split),
-        ("SHARED_BYTES", shared),
+        *layer_constants(layer, kernel.partial),
+        ("M_TILES", kernel.m_tiles),
+        ("WARPGROUPS", kernel.warpgroups),
+        ("BLOCK_CHANNELS", kernel.channels),
+        ("STAGE_CHANNELS", kernel.stage_channels),
+        ("HALVES", grad_input_im2col_tile.halves(layer)),
+        ("COLUMN_BLOCK", grad_input_im2col_tile.COLUMN_BLOCK),
+        ("MAX_INPUT_STAGES", grad_input_im2col_tile.MAX_INPUT_STAGES),
+        ("MAX_WEIGHT_STAGES", grad_input_im2col_tile.MAX_WEIGHT_STAGES),
+        ("BARRIER_BYTES", grad_input_im2col_tile.BARRIER_BYTES),
+        ("PARTIAL", kernel.partial),
     )
-    return Kernel("grad_input/im2col.cu", "grad_input_im2col", constants), shared
+    return Kernel("grad_input/im2col.cu", "grad_input_im2col", constants)
+
+
+@lru_cache(maxsize=4096)
+def _shape_words(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> Words:
+    """Returns the words of ``Im2colTileShape``."""
+    loaded = grad_input_im2col_tile.input_bytes(layer, kernel, shape)
+    return im2col_tile_shape(
+        (shape.images, shape.rows, shape.cols),
+        (grad_input_im2col_tile.box_h(layer, shape), shape.box_w),
+        grad_input_im2col_tile.alignment_columns(layer, shape.wide),
+        shape.wide,
+        shape.paired,
+        (loaded, grad_input_im2col_tile.input_pitch(layer, kernel, shape)),
+        (shape.input_stages, shape.weight_stages),
+    )
 
 
 def _padded_width(problem: StridedProblem) -> int:
@@ -164,15 +172,15 @@ def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) 
     """Returns the tensor map of grad_output: columns (two dimensions of them, if they are blocked), rows, channels,
     images."""
     geometry, item = problem.geometry, problem.item
-    column_block = grad_input_im2col_tile.column_block(problem, tile)
+    column_block, shape = tile.shape.column_block, tile.shape
     row = (geometry.width if aligned(problem) else _padded_width(problem)) * item
     plane = geometry.height * row
     blocked = (column_block,) if column_block > 1 else ()
     box = (
-        tile.box_w // column_block,
-        grad_input_im2col_tile.box_h(problem, tile),
-        tile.stage_channels,
-        tile.images,
+        shape.box_w // column_block,
+        grad_input_im2col_tile.box_h(problem, shape),
+        tile.kernel.stage_channels,
+        shape.images,
     )
     return TensorMap(
         base,
@@ -195,6 +203,6 @@ def _weight_map(problem: StridedProblem, tile: Im2colTile) -> TensorMap:
         ELEMENT_KINDS[problem.precision],
         (row, channels, geometry.groups),
         (row * problem.item, channels * row * problem.item),
-        (grad_input_im2col_tile.BOX_WORDS * grad_input_im2col_tile.word(problem), tile.channels, 1),
+        (grad_input_im2col_tile.BOX_WORDS * grad_input_im2col_tile.word(problem), tile.kernel.channels, 1),
         (1, 1, 1),
     )

@@ -1,23 +1,39 @@
-"""Chooses the tiles of csrc/kernels/grad_input/im2col.cu: at most four for all sizes of a layer, and one of them for
-each size. The functions are pure."""
+"""Chooses the tiles of csrc/kernels/grad_input/im2col.cu: at most four kernels for all sizes of a layer, and one of
+them for each size, with the shape and the splits that are expected to be the fastest there. The functions are pure.
+
+The clocks of a step of k are the same for all sizes of a layer, so they are computed once, with the conflicts of the
+banks of shared memory. For a size, the shapes of a kernel differ by how many work tiles they make of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from tconv_swap.kernels.common.schedules import PATCHES, select_covering
+from tconv_swap.kernels.grad_input.im2col_clocks import (
+    MULTIPLY_MACS,
+    conflicts,
+    reduce_clocks,
+    step_clocks,
+    step_count,
+    store_clocks,
+)
 from tconv_swap.kernels.grad_input.im2col_tile import (
     ALIGNMENT,
-    MULTIPLY_MACS,
+    COLUMN_BLOCK,
+    Im2colKernel,
+    Im2colShape,
     Im2colTile,
-    clocks,
-    column_block,
-    conflicts,
+    blocks,
     halves,
-    legal,
+    is_aligned,
+    kernels,
     macs,
-    tiles,
+    may_split,
+    shapes,
     variants,
     word,
 )
@@ -28,7 +44,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     sized,
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_im2col
-from tconv_swap.kernels.grad_input.tma_gemm import for_size, may_load
+from tconv_swap.kernels.grad_input.tma_gemm import SPLITS, for_size, may_load
 from tconv_swap.kernels.problem import Device
 
 #: The fewest channels of a group, on either side: with fewer it was not measured.
@@ -43,13 +59,24 @@ FALLBACK_CLOCKS_PER_MULTIPLY = 5.8
 #: for each multiprocessor (the problems that were slower had fewer of both).
 HALVES_SUMMED = 2048
 HALVES_ELEMENTS = 3 * 128 * 128
-#: For how many of the tiles expected to be the fastest for a size the bank conflicts are computed.
-EXAMINED = 8
+#: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides,
+#: or one row of so many columns, with each batch. The conflicts of the banks are computed for the NEAR best of each.
+SHAPED_SIDES, SHAPED_COLUMNS, SHAPED_BATCHES = (4, 8, 16, 32, 128), (16, 64, 256, 1024), (1, 16, 128)
+NEAR = 3
 #: Clocks that are added to each size, so that tiles for small sizes do not count too much.
 MIN_CLOCKS = 10000
 
-#: A tile, and how many passes over the banks of shared memory a load of its im2col operand takes on average.
-Schedule = tuple[Im2colTile, float]
+#: A shape, the expected clocks of a step of k with it and those of a work tile beside its steps, and whether it is
+#: right for any number of tiles in a row.
+Timed = tuple[Im2colShape, float, float, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A kernel, and the shapes that it may get."""
+
+    kernel: Im2colKernel
+    shapes: tuple[Timed, ...]
 
 
 def claims_layer(layer: StridedProblem, device: Device) -> bool:
@@ -74,23 +101,61 @@ def kernel_count(layer: StridedProblem, device: Device) -> int:
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Im2colTile]:
-    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first: of the layer's tiles,
-    and, if there are too few, of all tiles. Tiles are left out that are expected to load or store most of the time."""
-    found = _ranked(schedules(of_any_size(problem), device), problem, device)
+    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first: of the layer's kernels,
+    and, if there are too few, of all kernels. Tiles are left out that are expected to load or store most of the
+    time."""
+    layer = of_any_size(problem)
+    found = _ranked(schedules(layer, device), problem, device)
     if len(found) < count and count > 1:
-        found += _ranked(tuple((tile, 1.0) for tile in tiles(problem, device)), problem, device)
+        every = (
+            Schedule(kernel, (timed,))
+            for kernel in kernels(layer, device)
+            for timed in _plain(layer, kernel, device)
+        )
+        found += _ranked(every, problem, device)
     return list(dict.fromkeys(found))[:count]
 
 
-def _ranked(among: tuple[Schedule, ...], problem: StridedProblem, device: Device) -> list[Im2colTile]:
+def _ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Im2colTile]:
+    if halves(problem) and not _halves_pay(problem, device.multiprocessors):
+        return []
     limit = _max_clocks(problem, device)
-    timed = (
-        (clocks(problem, one, device.multiprocessors, passes), i, one)
-        for i, (tile, passes) in enumerate(among)
-        for one in for_size(tile, problem, legal)
-        if not halves(problem, tile) or _halves_pay(problem, device.multiprocessors)
-    )
-    return [tile for time, _, tile in sorted(timed, key=lambda entry: entry[:2]) if time <= limit]
+    timed = [
+        (time, i, tile)
+        for i, one in enumerate(among)
+        for time, tile in best_tiles(one, problem, device)
+        if time <= limit
+    ]
+    return [tile for _, _, tile in sorted(timed, key=lambda entry: entry[:2])]
+
+
+def best_tiles(
+    schedule: Schedule, problem: StridedProblem, device: Device
+) -> Iterator[tuple[float, Im2colTile]]:
+    """Yields the tile with the best shape, and its expected clocks, for each number of splits that this size allows."""
+    kernel, batch, (rows, cols) = schedule.kernel, problem.geometry.batch, problem.positions
+    takes_wide = problem.geometry.width % COLUMN_BLOCK == 0
+    channel_blocks = blocks(problem, kernel)
+    counted = [
+        (
+            -(-batch // shape.images) * -(-rows // shape.rows) * -(-cols // shape.cols) * channel_blocks,
+            step,
+            beside,
+            shape,
+        )
+        for shape, step, beside, any_count in schedule.shapes
+        if (any_count or cols <= shape.cols) and (takes_wide or not shape.wide)
+    ]
+    if not counted:
+        return
+    unsized = Im2colTile(kernel, counted[0][-1], 2 if kernel.partial else 1)
+    for tile in for_size(unsized, problem, may_split):
+        count = step_count(problem, kernel, tile.splits)
+        time, i = min(
+            (-(-work * tile.splits // device.multiprocessors) * (count * step + beside), i)
+            for i, (work, step, beside, _) in enumerate(counted)
+        )
+        yield time + reduce_clocks(problem, tile.splits), replace(tile, shape=counted[i][-1])
 
 
 def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
@@ -102,30 +167,96 @@ def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
-    """Returns the tiles of a layer (``of_any_size``): those that bring the expected times of ``representatives``
-    closest to the best of all tiles."""
+    """Returns the kernels of a layer (``of_any_size``): those that bring the expected times of ``representatives``
+    closest to the best of all kernels."""
     sizes, weights = _sizes_of(layer)
+    laid: dict[Im2colKernel, tuple[Timed, ...]] = {}
+    known: dict[tuple[int, Im2colShape], float] = {}
+    found: dict[Im2colKernel, Schedule] = {}
+    maps = _shaped_maps(layer, sizes)
+    for kernel in kernels(layer, device):
+        whole = replace(kernel, partial=False)
+        if whole not in laid:
+            near = _fastest(layer, whole, tuple(_plain(layer, whole, device)), maps, device, NEAR)
+            laid[whole] = tuple(_laid(layer, whole, shape, device, known) for shape, *_ in near)
+        timed = tuple(
+            (shape, step, store_clocks(layer, kernel, shape), any_count)
+            for shape, step, _, any_count in laid[whole]
+        )
+        found[kernel] = Schedule(kernel, _fastest(layer, kernel, timed, maps, device, 1))
+    times = {kernel: [_expected_clocks(one, size, device) for size in sizes] for kernel, one in found.items()}
+    # The first is right for rows of any width.
+    first = [kernel for kernel, one in found.items() if any(not shape.wide for shape, *_ in one.shapes)]
+    chosen = select_covering(times, weights, first, share_of_im2col(layer, device))
+    return tuple(found[kernel] for kernel in chosen)
 
-    def times(tile: Im2colTile, passes: float) -> list[float]:
-        return [_expected_clocks(tile, passes, size, device) for size in sizes]
 
-    plain = {tile: times(tile, 1.0) for tile in tiles(layer, device)}
-    examined = dict.fromkeys(
-        tile for i in range(len(sizes)) for tile in sorted(plain, key=lambda tile: plain[tile][i])[:EXAMINED]
-    )
-    max_tiles = share_of_im2col(layer, device)
-    # Of several tiles the first is right for rows of any width.
-    any_width = [tile for tile in plain if max_tiles > 1 and column_block(layer, tile) == 1]
-    if any(column_block(layer, tile) > 1 for tile in examined):
-        for i in range(len(sizes)):
-            examined.update(dict.fromkeys(sorted(any_width, key=lambda tile: plain[tile][i])[:1]))
-    found: dict[Schedule, list[float]] = {}
-    for tile in examined:
-        timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
-        passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
-        found[best, passes] = times(best, passes)
-    first = [one for one in found if max_tiles > 1 and column_block(layer, one[0]) == 1]
-    return select_covering(found, weights, first, max_tiles)
+def _plain(layer: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Timed]:
+    """Yields the shapes of a kernel with the clocks of a step without conflicts of banks."""
+    for shape in shapes(layer, kernel, device):
+        yield _timed(layer, kernel, shape, 1.0)
+
+
+def _laid(
+    layer: StridedProblem,
+    kernel: Im2colKernel,
+    shape: Im2colShape,
+    device: Device,
+    known: dict[tuple[int, Im2colShape], float],
+) -> Timed:
+    """Returns the shape with the best layout of shared memory and registers. ``known``: the conflicts of the banks that
+    were computed already, by the multiplies of a kernel and the shape without its stages, which make no difference."""
+    found = []
+    for one in variants(layer, kernel, shape, device):
+        key = kernel.multiplies, replace(one, input_stages=0, weight_stages=0)
+        if key not in known:
+            known[key] = conflicts(layer, kernel, one)
+        found.append(_timed(layer, kernel, one, known[key]))
+    count = step_count(layer, kernel, 1)
+    return min(found, key=lambda timed: count * timed[1] + timed[2])
+
+
+def _timed(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, passes: float) -> Timed:
+    step, beside = step_clocks(layer, kernel, shape, passes), store_clocks(layer, kernel, shape)
+    return shape, step, beside, is_aligned(layer, shape)
+
+
+def _fastest(
+    layer: StridedProblem,
+    kernel: Im2colKernel,
+    timed: tuple[Timed, ...],
+    maps: list[tuple[int, int, int]],
+    device: Device,
+    count: int,
+) -> tuple[Timed, ...]:
+    """Returns the shapes that are among the ``count`` fastest ones for one of the maps, with some number of splits."""
+    channel_blocks = blocks(layer, kernel)
+    every_split = SPLITS if kernel.partial else (1, *SPLITS) if count > 1 else (1,)
+    counts = [(splits * channel_blocks, step_count(layer, kernel, splits)) for splits in every_split]
+    kept: set[int] = set()
+    for batch, rows, cols in maps:
+        works = [
+            (-(-batch // shape.images) * -(-rows // shape.rows) * -(-cols // shape.cols), step, beside, i)
+            for i, (shape, step, beside, any_count) in enumerate(timed)
+            if any_count or cols <= shape.cols
+        ]
+        for parts, steps in counts:
+            ranked = sorted(
+                (-(-work * parts // device.multiprocessors) * (steps * step + beside), i)
+                for work, step, beside, i in works
+            )
+            kept.update(i for _, i in ranked[:count])
+            # Not every width takes wide boxes.
+            kept.update([i for _, i in ranked if not timed[i][0].wide][:count])
+    return tuple(one for i, one in enumerate(timed) if i in kept)
+
+
+def _shaped_maps(layer: StridedProblem, sizes: list[StridedProblem]) -> list[tuple[int, int, int]]:
+    """Returns the batch, rows and columns of maps for which a kernel has its shapes."""
+    one_row = layer.geometry.kernel[0] == layer.step[0] == 1
+    sides = product((1,), SHAPED_COLUMNS) if one_row else product(SHAPED_SIDES, SHAPED_SIDES)
+    found = [(size.geometry.batch, *size.positions) for size in sizes]
+    return found + [(batch, rows, cols) for rows, cols in sides for batch in SHAPED_BATCHES]
 
 
 def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
@@ -136,13 +267,10 @@ def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]
     return sizes, weights
 
 
-def _expected_clocks(tile: Im2colTile, passes: float, problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks with the best number of splits, or those of grad_input/implicit_gemm_wgmma.cu for a
-    size that it computes."""
-    best = min(
-        (clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem, legal)),
-        default=math.inf,
-    )
+def _expected_clocks(schedule: Schedule, problem: StridedProblem, device: Device) -> float:
+    """Returns the expected clocks with the best shape and number of splits, or those of
+    grad_input/implicit_gemm_wgmma.cu for a size that it computes."""
+    best = min((time for time, _ in best_tiles(schedule, problem, device)), default=math.inf)
     limit = _max_clocks(problem, device)
     return MIN_CLOCKS + (
         best if best <= limit else limit * FALLBACK_CLOCKS_PER_MULTIPLY / MAX_CLOCKS_PER_MULTIPLY

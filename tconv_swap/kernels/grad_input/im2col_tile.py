@@ -1,16 +1,16 @@
-"""The tiles of csrc/kernels/grad_input/im2col.cu, the shared memory that each takes, and its expected time.
-grad_input/im2col_choice.py chooses among them."""
+"""The tiles of csrc/kernels/grad_input/im2col.cu, and the shared memory that each takes. A tile is a kernel, the shape
+that a launch gives it, and a number of splits. grad_input/im2col_choice.py chooses among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import gcd
 
 from tconv_swap.kernels.common.schedules import PATCHES
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
-from tconv_swap.kernels.gradients.grad_output_tile import max_of_a_bank
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -23,49 +23,33 @@ ALIGNMENT = 16
 #: Columns of the first dimension of the tensor map where a box would have too many columns for one dimension.
 COLUMN_BLOCK = 32
 MAX_INPUT_STAGES = 6
-#: Bytes of shared memory of a block beside its stages.
-FIXED_BYTES = 1024
 MAX_WEIGHT_STAGES = 10
+#: Bytes of shared memory that hold the barriers of all stages, and those of a block beside its stages: the stages begin
+#: at a multiple of 1024 bytes.
+BARRIER_BYTES = 1024
+FIXED_BYTES = 1024 + BARRIER_BYTES
 #: Threads of a block beside its consumers.
 PRODUCER_THREADS = 128
 #: The most registers of a thread that hold offsets, where not all four neighbouring words of k have the same distances.
 MAX_OFFSETS = 36
 #: The same beside the accumulators of 256 channels: with more the compiler spills.
 MAX_OFFSETS_256 = 20
-#: Warpgroups, multiplies of 64 positions of each, channels: 128 accumulators a thread, or 64.
-SHAPES = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
-#: Bytes that a multiprocessor loads from the L2 in a clock; multiply-adds in a clock for each element of a word; bytes
-#: of a line of shared memory, clocks that a row of a box takes for each line that it touches, and its fewest clocks
-#: (fitted, docs/kernels/grad_input/im2col.md); bytes that a multiprocessor stores in a clock, and that the memory
-#: moves;
-#: clocks that a tile takes beside its multiplies, and that a launch takes.
-LOAD_BYTES = 36
-MULTIPLY_MACS = 1024
-LINE_BYTES, LINE_CLOCKS, ROW_CLOCKS = 128, 3.3, 4
-STORE_BYTES = 14
-MEMORY_BYTES = 2300
-TILE_CLOCKS = 1500
-LAUNCH_CLOCKS = 5000
+#: Warpgroups, multiplies of 64 positions of each, and channels of the kernels: 128 accumulators a thread, or 64.
+BLOCKS = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
 
 
 @dataclass(frozen=True, slots=True)
-class Im2colTile:
-    """The tile of a block: ``images`` x ``rows`` x ``cols`` positions, which are pixels of grad_input."""
+class Im2colKernel:
+    """What is compiled: a block multiplies ``m_tiles`` times 64 positions in each of its ``warpgroups``, for so many
+    ``channels``."""
 
-    images: int
-    rows: int
-    cols: int
     m_tiles: int
     warpgroups: int
     channels: int
-    #: Channels of grad_output in one stage, and columns of its box.
+    #: Channels of grad_output in one stage.
     stage_channels: int
-    box_w: int
-    #: Whether one thread has neighbouring positions.
-    paired: bool = True
-    input_stages: int = 2
-    weight_stages: int = 2
-    splits: int = 1
+    #: Whether it stores partial sums of several splits.
+    partial: bool = False
 
     @property
     def multiplies(self) -> int:
@@ -82,9 +66,45 @@ class Im2colTile:
         """Returns how many threads a block has."""
         return 128 * self.warpgroups + PRODUCER_THREADS
 
+
+@dataclass(frozen=True, slots=True)
+class Im2colShape:
+    """What a launch gives a kernel: the tile of a block is ``images`` x ``rows`` x ``cols`` positions, which are pixels
+    of grad_input."""
+
+    images: int
+    rows: int
+    cols: int
+    #: Columns of the box of one stage.
+    box_w: int
+    #: Whether one thread has neighbouring positions.
+    paired: bool = True
+    input_stages: int = 2
+    weight_stages: int = 2
+
+    @property
+    def wide(self) -> bool:
+        """Returns whether its box has more columns than TMA takes in one dimension."""
+        return self.box_w > MAX_BOX
+
+    @property
+    def column_block(self) -> int:
+        """Returns how many columns the first dimension of the tensor map has if the columns take two, otherwise 1."""
+        return COLUMN_BLOCK if self.wide else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Im2colTile:
+    """A kernel, the shape of its tile, and the number of parts that the sum over k is split in."""
+
+    kernel: Im2colKernel
+    shape: Im2colShape
+    splits: int = 1
+
     def __str__(self) -> str:
-        tile = f"{self.images}x{self.rows}x{self.cols} positions x {self.channels} channels"
-        text = f"{tile}, {self.warpgroups} warpgroups"
+        shape, kernel = self.shape, self.kernel
+        tile = f"{shape.images}x{shape.rows}x{shape.cols} positions x {kernel.channels} channels"
+        text = f"{tile}, {kernel.warpgroups} warpgroups"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -93,19 +113,14 @@ def word(problem: StridedProblem) -> int:
     return 4 // problem.item
 
 
-def column_block(problem: StridedProblem, tile: Im2colTile) -> int:
-    """Returns how many columns the first dimension of the tensor map has if the columns take two, otherwise 1."""
-    return COLUMN_BLOCK if tile.box_w > MAX_BOX else 1
-
-
 def column_alignment(problem: StridedProblem, box_is_wide: bool) -> int:
     """Returns the number of columns of which the begin of a box is a multiple."""
     return COLUMN_BLOCK if box_is_wide else ALIGNMENT // problem.item
 
 
-def alignment_columns(problem: StridedProblem, tile: Im2colTile) -> int:
+def alignment_columns(problem: StridedProblem, box_is_wide: bool) -> int:
     """Returns how many columns a box has before the first that a tap reaches, for alignment."""
-    return -problem.geometry.padding[1] % column_alignment(problem, tile.box_w > MAX_BOX)
+    return -problem.geometry.padding[1] % column_alignment(problem, box_is_wide)
 
 
 def min_box_w(problem: StridedProblem, cols: int) -> int:
@@ -119,14 +134,14 @@ def min_box_w(problem: StridedProblem, cols: int) -> int:
     raise AssertionError
 
 
-def box_h(problem: StridedProblem, tile: Im2colTile) -> int:
+def box_h(problem: StridedProblem, shape: Im2colShape) -> int:
     """Returns how many rows a box has."""
-    return (tile.rows - 1) * problem.step[0] + problem.reach[0] + 1
+    return (shape.rows - 1) * problem.step[0] + problem.reach[0] + 1
 
 
-def steps(problem: StridedProblem, tile: Im2colTile) -> int:
+def steps(problem: StridedProblem, kernel: Im2colKernel) -> int:
     """Returns how many steps of k one stage of the input has."""
-    return tile.stage_channels * problem.geometry.taps // (STEP_WORDS * word(problem))
+    return kernel.stage_channels * problem.geometry.taps // (STEP_WORDS * word(problem))
 
 
 def round_stages(steps: int) -> int:
@@ -134,119 +149,84 @@ def round_stages(steps: int) -> int:
     return 4 // gcd(4, steps)
 
 
-def rounds(problem: StridedProblem, tile: Im2colTile) -> int:
+def rounds(problem: StridedProblem, kernel: Im2colKernel) -> int:
     """Returns how many rounds the sum over k has."""
-    channels = tile.stage_channels * round_stages(steps(problem, tile))
+    channels = kernel.stage_channels * round_stages(steps(problem, kernel))
     return ceil_div(problem.geometry.in_channels_per_group, channels)
 
 
-def offset(problem: StridedProblem, tile: Im2colTile, k: int) -> int:
-    """Returns the elements from the first one that a position reads to its ``k``-th of a stage, as ``offset_of_k`` of
-    grad_input/im2col.cu."""
+def offset(problem: StridedProblem, k: int) -> tuple[int, int, int]:
+    """Returns the channels, rows and columns of a box from the first element that a position reads to its ``k``-th of a
+    stage, as ``offset_of_k`` of grad_input/im2col.cu."""
     geometry = problem.geometry
     channel, tap = divmod(k, geometry.taps)
     kh, kw = divmod(tap, geometry.kernel[1])
-    rows = channel * box_h(problem, tile) + kh * geometry.dilation[0]
-    return rows * tile.box_w + kw * geometry.dilation[1]
+    return channel, kh * geometry.dilation[0], kw * geometry.dilation[1]
 
 
-def halves(problem: StridedProblem, tile: Im2colTile) -> bool:
-    """Returns whether the two taps of a word are loaded separately: no single word of the box holds both."""
+def halves(problem: StridedProblem) -> bool:
+    """Returns whether the two taps of a word are loaded separately: no word of a box, wide or not, holds both."""
     geometry = problem.geometry
     together = geometry.kernel[1] % 2 == 0 and geometry.dilation[1] == 1 and problem.step[1] % 2 == 0
-    return word(problem) == 2 and not (together and alignment_columns(problem, tile) % 2 == 0)
+    return word(problem) == 2 and not (together and alignment_columns(problem, False) % 2 == 0)
 
 
-def regular(problem: StridedProblem, tile: Im2colTile) -> bool:
-    """Returns whether all four neighbouring words of k have the same distances as the first four."""
-    size = word(problem)
-    offsets = [offset(problem, tile, k) for k in range(STEP_WORDS * steps(problem, tile) * size)]
-    quad = 4 * size
-    return all(at == offsets[k // quad * quad] + offsets[k % quad] for k, at in enumerate(offsets)) and all(
-        offsets[k] - offsets[k - 1] == offsets[1] for k in range(1, len(offsets), 2) if size == 2
+@lru_cache(maxsize=1024)
+def regular(problem: StridedProblem, stage_channels: int) -> bool:
+    """Returns whether all four neighbouring words of k have the same distances as the first four, whatever the box."""
+    size, quad = word(problem), 4 * word(problem)
+    offsets = [offset(problem, k) for k in range(stage_channels * problem.geometry.taps)]
+
+    def distance(k: int, to: int) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(offsets[k], offsets[to], strict=True))
+
+    return all(distance(k // quad * quad, k) == offsets[k % quad] for k in range(len(offsets))) and all(
+        distance(k - 1, k) == offsets[1] for k in range(1, len(offsets), 2) if size == 2
     )
 
 
-def input_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
+def input_bytes(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> int:
     """Returns the bytes of one stage of the input."""
-    return tile.images * tile.stage_channels * box_h(problem, tile) * tile.box_w * problem.item
+    return shape.images * kernel.stage_channels * box_h(problem, shape) * shape.box_w * problem.item
+
+
+def input_pitch(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> int:
+    """Returns the bytes from one stage of the input to the next."""
+    return round_up(input_bytes(problem, kernel, shape), 128)
+
+
+def weight_bytes(kernel: Im2colKernel) -> int:
+    """Returns the bytes of one stage of the weights."""
+    return kernel.channels * 4 * BOX_WORDS
 
 
 def shared_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
-    """Returns the bytes of shared memory of one block; the kernel asserts that it agrees."""
-    one_input, one_weight = _stage_bytes(problem, tile)
-    return FIXED_BYTES + tile.input_stages * one_input + tile.weight_stages * one_weight
+    """Returns the bytes of shared memory of one block."""
+    kernel, shape = tile.kernel, tile.shape
+    inputs = shape.input_stages * input_pitch(problem, kernel, shape)
+    return FIXED_BYTES + inputs + shape.weight_stages * weight_bytes(kernel)
 
 
-def _stage_bytes(problem: StridedProblem, tile: Im2colTile) -> tuple[int, int]:
-    """Returns the bytes of shared memory of a stage of the input, and of one of the weights."""
-    return round_up(input_bytes(problem, tile), 128) + 16, tile.channels * 4 * BOX_WORDS + 16
-
-
-def tile_counts(problem: StridedProblem, tile: Im2colTile) -> tuple[int, int, int]:
+def tile_counts(problem: StridedProblem, shape: Im2colShape) -> tuple[int, int, int]:
     """Returns how many tiles there are along the images, the rows and the columns."""
     rows, cols = problem.positions
-    return ceil_div(problem.geometry.batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
+    return (
+        ceil_div(problem.geometry.batch, shape.images),
+        ceil_div(rows, shape.rows),
+        ceil_div(cols, shape.cols),
+    )
 
 
 def work_count(problem: StridedProblem, tile: Im2colTile) -> int:
     """Returns how many work tiles all blocks have together."""
-    images, rows, cols = tile_counts(problem, tile)
+    images, rows, cols = tile_counts(problem, tile.shape)
+    return images * rows * cols * blocks(problem, tile.kernel) * tile.splits
+
+
+def blocks(problem: StridedProblem, kernel: Im2colKernel) -> int:
+    """Returns how many blocks of channels all groups have."""
     geometry = problem.geometry
-    blocks = ceil_div(geometry.out_channels_per_group, tile.channels)
-    return images * rows * cols * blocks * geometry.groups * tile.splits
-
-
-def conflicts(problem: StridedProblem, tile: Im2colTile) -> float:
-    """Returns how many passes over the banks of shared memory a load of the im2col operand takes, on average."""
-    width, size, (step_h, step_w) = tile.cols, word(problem), problem.step
-    image = tile.stage_channels * box_h(problem, tile) * tile.box_w
-    existing = tile.images * tile.rows * width
-    before = alignment_columns(problem, tile)
-
-    def first_element(position: int) -> int:
-        if position >= existing:
-            return before
-        rows = position // (width * tile.rows) * image + position // width % tile.rows * step_h * tile.box_w
-        return before + rows + position % width * step_w
-
-    passes = []
-    quads = 1 if regular(problem, tile) else 2 * steps(problem, tile)
-    read = range(0, quads, max(1, quads // 4))
-    words = [[offset(problem, tile, (4 * quad + t) * size) for t in range(4)] for quad in read]
-    for warp, half in product(range(0, 4 * tile.multiplies, 3), range(2)):
-        lanes = range(half, 16, 2) if tile.paired else range(8 * half, 8 * half + 8)
-        positions = [first_element(warp * 16 + lane) for lane in lanes]
-        for quad in words:
-            passes.append(max_of_a_bank({(first + at) // size for first in positions for at in quad}))
-    return sum(passes) / len(passes)
-
-
-def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, passes: float) -> float:
-    """Returns the expected clocks, without the time of the memory, which is the same for all tiles but for the cost of
-    splits. ``passes``: over the banks of shared memory, for each load."""
-    geometry = problem.geometry
-    out_item = 4 if tile.splits > 1 else problem.item
-    multiplies = tile.multiplies
-    stage_steps = steps(problem, tile)
-    row = tile.box_w * problem.item
-    rows = input_bytes(problem, tile) / row / stage_steps
-    weights = 4 * STEP_WORDS * tile.channels
-    # Rows follow one another in shared memory, so they begin anywhere in a line.
-    lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
-    load = weights / LOAD_BYTES + rows * max(ROW_CLOCKS, LINE_CLOCKS * lines, row / LOAD_BYTES)
-    loads = 16 * passes * (2 if halves(problem, tile) else 1)
-    memory = multiplies * (loads + tile.channels / 4) + (weights + rows * row) / 128
-    step = max(1.05 * multiplies * tile.channels / 2, memory, load)
-    stages = rounds(problem, tile) * round_stages(stage_steps)
-    count = stages * stage_steps / tile.splits
-    store = tile.positions * tile.channels * out_item / STORE_BYTES
-    waves = ceil_div(work_count(problem, tile), multiprocessors)
-    total = waves * (count * step + store + TILE_CLOCKS)
-    if tile.splits > 1:
-        elements = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-        total += LAUNCH_CLOCKS + 2 * 4 * elements * tile.splits / MEMORY_BYTES
-    return total
+    return ceil_div(geometry.out_channels_per_group, kernel.channels) * geometry.groups
 
 
 def macs(problem: StridedProblem) -> int:
@@ -258,45 +238,78 @@ def macs(problem: StridedProblem) -> int:
 
 def legal(problem: StridedProblem, tile: Im2colTile) -> bool:
     """Returns whether the kernel computes this size correctly, and TMA can load its boxes."""
-    if problem.geometry.width % column_block(problem, tile):
+    shape = tile.shape
+    if problem.geometry.width % shape.column_block or not may_split(problem, tile):
         return False
-    if tile.splits > rounds(problem, tile) or (tile.splits > 1 and problem.geometry.groups > 1):
-        return False
-    # The boxes of all tiles of a row must begin at aligned columns.
-    aligned = tile.cols * problem.step[1] % column_alignment(problem, tile.box_w > MAX_BOX) == 0
-    return aligned or problem.positions[1] <= tile.cols
+    return is_aligned(problem, shape) or problem.positions[1] <= shape.cols
 
 
-def tiles(problem: StridedProblem, device: Device) -> Iterator[Im2colTile]:
-    """Yields the tiles with which the kernel can compute sizes of this layer, in no order. 2 splits stand for any
-    number of splits above 1."""
-    channels = _stage_channels(problem)
-    if channels is None:
+def may_split(problem: StridedProblem, tile: Im2colTile) -> bool:
+    """Returns whether the sum over k has so many parts, which are computed in one group only."""
+    return tile.splits == 1 or (tile.splits <= rounds(problem, tile.kernel) and problem.geometry.groups == 1)
+
+
+def is_aligned(problem: StridedProblem, shape: Im2colShape) -> bool:
+    """Returns whether the boxes of all tiles of a row begin at aligned columns."""
+    return shape.cols * problem.step[1] % column_alignment(problem, shape.wide) == 0
+
+
+def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
+    """Yields the kernels that compute sizes of this layer."""
+    stage_channels = _stage_channels(problem)
+    if stage_channels is None:
         return
-    for shape in dict.fromkeys(_shapes(problem, channels)):
-        for one in (shape, replace(shape, splits=2)):
-            if one.splits > 1 and (rounds(problem, one) == 1 or problem.geometry.groups > 1):
-                continue
-            staged = _with_stages(problem, one, device)
-            if staged is not None:
-                yield staged
+    out_channels = problem.geometry.out_channels_per_group
+    for warpgroups, m_tiles, channels in BLOCKS:
+        if channels >= 2 * out_channels and channels > 64:
+            continue
+        kernel = Im2colKernel(m_tiles, warpgroups, channels, stage_channels)
+        if not _has_registers(problem, kernel) or next(shapes(problem, kernel, device), None) is None:
+            continue
+        yield kernel
+        if rounds(problem, kernel) > 1 and problem.geometry.groups == 1:
+            yield replace(kernel, partial=True)
 
 
-def variants(problem: StridedProblem, tile: Im2colTile, device: Device) -> Iterator[Im2colTile]:
-    """Yields the tile with other layouts of shared memory and registers, in no order."""
-    for box_w, paired in product(_padded(problem, tile.box_w), (True, False)):
-        staged = _with_stages(problem, replace(tile, box_w=box_w, paired=paired), device)
-        if staged is not None and _fits(problem, staged):
+def shapes(problem: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Im2colShape]:
+    """Yields the shapes that a kernel may get, with the narrowest boxes."""
+    # The order decides between equals: long rows first, and few images.
+    for cols in (64, 32, 128, 16, 256, 8, 4):
+        for rows in range(kernel.positions // cols, 0, -1):
+            images, rest = divmod(kernel.positions // cols, rows)
+            if rest == 0:
+                yield from _shape(problem, kernel, (images, rows, cols), device)
+    if problem.geometry.kernel == problem.step:
+        # Whole rows of maps of image patches (vision transformers); those of fewer columns fit tiles of 16 as well
+        # (measured).
+        cols = PATCHES[2]
+        yield from _shape(problem, kernel, (1, kernel.positions // cols, cols), device)
+
+
+def _shape(
+    problem: StridedProblem, kernel: Im2colKernel, tile: tuple[int, int, int], device: Device
+) -> Iterator[Im2colShape]:
+    """Yields the shape of this tile, if TMA can load its boxes and shared memory holds them."""
+    staged = with_stages(problem, kernel, Im2colShape(*tile, min_box_w(problem, tile[2])), device)
+    if staged is not None:
+        yield staged
+
+
+def variants(
+    problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, device: Device
+) -> Iterator[Im2colShape]:
+    """Yields the shape with other layouts of shared memory and registers, in no order."""
+    for box_w, paired in product(_padded(problem, shape.box_w), (True, False)):
+        staged = with_stages(problem, kernel, replace(shape, box_w=box_w, paired=paired), device)
+        if staged is not None:
             yield staged
 
 
-def _fits(problem: StridedProblem, tile: Im2colTile) -> bool:
-    """Returns whether TMA can load its boxes, and registers can hold its offsets."""
-    if max(tile.images, box_h(problem, tile)) > MAX_BOX or column_block(problem, tile) * MAX_BOX < tile.box_w:
-        return False
-    offsets = 2 * steps(problem, tile) * (2 if halves(problem, tile) else 1)
-    limit = MAX_OFFSETS_256 if tile.channels == 256 else MAX_OFFSETS
-    return offsets <= limit or regular(problem, tile)
+def _has_registers(problem: StridedProblem, kernel: Im2colKernel) -> bool:
+    """Returns whether registers can hold the offsets of the words of k."""
+    offsets = 2 * steps(problem, kernel) * (2 if halves(problem) else 1)
+    limit = MAX_OFFSETS_256 if kernel.channels == 256 else MAX_OFFSETS
+    return offsets <= limit or regular(problem, kernel.stage_channels)
 
 
 def _stage_channels(problem: StridedProblem) -> int | None:
@@ -313,30 +326,6 @@ def _stage_channels(problem: StridedProblem) -> int | None:
     return None
 
 
-def _shapes(problem: StridedProblem, channels: int) -> Iterator[Im2colTile]:
-    out_channels = problem.geometry.out_channels_per_group
-    for warpgroups, m_tiles, width in SHAPES:
-        if width >= 2 * out_channels and width > 64:
-            continue
-        positions = 64 * m_tiles * warpgroups
-        # The order decides between equals: long rows first, and few images.
-        for cols in (64, 32, 128, 16, 256, 8, 4):
-            for rows in range(positions // cols, 0, -1):
-                images, rest = divmod(positions // cols, rows)
-                box_w = min_box_w(problem, cols)
-                shape = Im2colTile(images, rows, cols, m_tiles, warpgroups, width, channels, box_w)
-                if rest == 0 and _fits(problem, shape):
-                    yield shape
-        if problem.geometry.kernel == problem.step:
-            # Whole rows of maps of image patches (vision transformers); those of fewer columns fit tiles of 16 as well
-            # (measured).
-            cols = PATCHES[2]
-            box_w = min_box_w(problem, cols)
-            shape = Im2colTile(1, positions // cols, cols, m_tiles, warpgroups, width, channels, box_w)
-            if _fits(problem, shape):
-                yield shape
-
-
 def _padded(problem: StridedProblem, box_w: int) -> list[int]:
     """Returns widths of a box: the smallest, and one with a few more columns that moves its rows by half of the
     banks."""
@@ -345,10 +334,15 @@ def _padded(problem: StridedProblem, box_w: int) -> list[int]:
     return [box_w] if box_w > MAX_BOX else [width for width in sorted({box_w, more}) if width <= MAX_BOX]
 
 
-def _with_stages(problem: StridedProblem, tile: Im2colTile, device: Device) -> Im2colTile | None:
-    """Returns the tile with the stages that hold the most steps of k, or None if two of each do not fit."""
-    one_input, one_weight = _stage_bytes(problem, tile)
-    room, one_stage = device.shared_memory_per_block - FIXED_BYTES, steps(problem, tile)
+def with_stages(
+    problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, device: Device
+) -> Im2colShape | None:
+    """Returns the shape with the stages that hold the most steps of k, or None if TMA cannot load its boxes or two
+    stages of each operand do not fit."""
+    if max(shape.images, box_h(problem, shape)) > MAX_BOX or shape.column_block * MAX_BOX < shape.box_w:
+        return None
+    one_input, one_weight = input_pitch(problem, kernel, shape), weight_bytes(kernel)
+    room, one_stage = device.shared_memory_per_block - FIXED_BYTES, steps(problem, kernel)
     best, found = 0.0, None
     for inputs in range(2, MAX_INPUT_STAGES + 1):
         weights = min(MAX_WEIGHT_STAGES, (room - inputs * one_input) // one_weight)
@@ -357,4 +351,4 @@ def _with_stages(problem: StridedProblem, tile: Im2colTile, device: Device) -> I
         steps_ahead = min(inputs * one_stage, 4 * weights) + 0.01 * min(inputs, weights)
         if steps_ahead > best:
             best, found = steps_ahead, (inputs, weights)
-    return found and replace(tile, input_stages=found[0], weight_stages=found[1])
+    return found and replace(shape, input_stages=found[0], weight_stages=found[1])

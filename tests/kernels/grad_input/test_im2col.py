@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,13 +13,17 @@ import pytest
 import torch
 from grad_input_cases import defined_gradient
 from harness import assert_kernel_matches
+from size_cases import quotient
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
+from tconv_swap.runtime.cache import csrc_directory
+from tconv_swap.runtime.program import Launch
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
@@ -43,97 +48,157 @@ def random_geometry(rng: random.Random) -> Geometry:
     return Geometry(batch, channels[0], *size, channels[1], kernel, stride, padding, added, dilation, groups)
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
-    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as
-    another."""
+def wide_geometry(rng: random.Random) -> Geometry:
+    """Returns a geometry whose grad_output has rows of a multiple of 32, at a stride for which boxes of many columns
+    have more than TMA takes in one dimension."""
+    stride, channels = rng.choice((4, 8)), [rng.choice((8, 32, 64, 136)) for _ in range(2)]
+    halo = rng.random() < 0.5
+    kernel, padding = (rng.randint(1, 2), (1 + halo) * stride), (0, halo * stride // 2)
+    size = (rng.randint(1, 3), 32 * rng.randint(1, 8) // (stride // 4))
+    return Geometry(rng.choice((1, 3)), channels[0], *size, channels[1], kernel, (1, stride), padding)
+
+
+def random_shape(rng: random.Random, posed: StridedProblem, kernel: Im2colKernel) -> Im2colShape | None:
+    """Returns any shape that the kernel may get, with a box that may be wider than it needs to be, if shared memory
+    holds what was drawn."""
+    cols = rng.choice((rng.randint(1, kernel.positions), rng.randint(1, 32)))
+    rows = rng.randint(1, kernel.positions // cols)
+    images = rng.randint(1, kernel.positions // (cols * rows))
+    box_w = grad_input_im2col_tile.min_box_w(posed, cols)
+    wide = box_w > grad_input_im2col_tile.MAX_BOX
+    more = rng.choice((0, 0, 1, 3)) * grad_input_im2col_tile.column_alignment(posed, wide)
+    if wide or box_w + more <= grad_input_im2col_tile.MAX_BOX:
+        box_w += more
+    shape = Im2colShape(images, rows, cols, box_w, paired=rng.random() < 0.5)
+    return grad_input_im2col_tile.with_stages(posed, kernel, shape, H200)
+
+
+def tiles_of(rng: random.Random, posed: StridedProblem) -> Iterator[Im2colTile]:
+    """Yields tiles with the planner's shapes, and with others."""
+    for kernel in grad_input_im2col_tile.kernels(posed, H200):
+        planned = grad_input_im2col_tile.shapes(posed, kernel, H200)
+        shapes = [
+            laid
+            for shape in rng.sample(list(planned), 1)
+            for laid in grad_input_im2col_tile.variants(posed, kernel, shape, H200)
+        ]
+        shapes += [shape for _ in range(4) if (shape := random_shape(rng, posed, kernel)) is not None]
+        for shape in shapes:
+            tile = Im2colTile(kernel, shape, rng.randint(2, 4) if kernel.partial else 1)
+            if grad_input_im2col_tile.legal(posed, tile):
+                yield tile
+
+
+def cases(
+    seed: int, count: int, wide: bool = False
+) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
+    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as another.
+    ``wide``: only tiles with boxes of more columns than TMA takes in one dimension."""
     rng = random.Random(seed)
     while count:
         dtype, precision = MODES[count % len(MODES)]
-        geometry = random_geometry(rng)
+        geometry = wide_geometry(rng) if wide else random_geometry(rng)
         if min(geometry.out_height, geometry.out_width) < 1 or geometry.macs / geometry.groups > 1e9:
             continue
         problem = plan.Problem(geometry, dtype, precision, False, False)
         posed = as_convolution(problem)
         kinds: dict[tuple[object, ...], list[Im2colTile]] = {}
         if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
-            every = [
-                one
-                for tile in grad_input_im2col_tile.tiles(posed, H200)
-                for one in (tile, replace(tile, paired=False))
-            ]
-            for tile in every:
-                if not grad_input_im2col_tile.legal(posed, tile):
-                    continue
-                kind = (
-                    tile.warpgroups,
-                    tile.m_tiles,
-                    tile.paired,
-                    tile.splits > 1,
-                    tile.cols,
-                    tile.images > 1,
-                )
-                kinds.setdefault(kind, []).append(tile)
+            for tile in tiles_of(rng, posed):
+                kernel, shape = tile.kernel, tile.shape
+                kind = (kernel, shape.paired, shape.cols, shape.images > 1, shape.wide)
+                if shape.wide or not wide:
+                    kinds.setdefault(kind, []).append(tile)
         if kinds:
             count -= 1
             yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
 
 
+def shape_of(launch: Launch) -> dict[str, int]:
+    """Returns the words of ``Im2colTileShape`` by the names that common/sizes.cuh gives them."""
+    header = (csrc_directory() / "kernels/common/sizes.cuh").read_text()
+    (body,) = re.findall(r"struct Im2colTileShape \{(.*?)\n\};", header, re.DOTALL)
+    names = []
+    for kind, fields in re.findall(r"^  (int|Divisor) ([a-z_, ]+);", body, re.MULTILINE):
+        parts = ("",) if kind == "int" else ("_value", "_magic", "_shift")
+        names += [field + part for field in fields.split(", ") for part in parts]
+    return dict(zip(names, launch.structs[1], strict=True))
+
+
 def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the gradient of one channel of the first group, computed with the offsets of grad_input/im2col.cu, and by
-    the definition."""
+    """Returns the gradient of one channel of the first group, computed from what the launch says, as
+    grad_input/im2col.cu does, and by the definition."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step
     launches = grad_input_im2col.part_with_tile(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
-    box_w, box_h, alignment = constants["BOX_W"], constants["BOX_H"], constants["ALIGNMENT_COLUMNS"]
+    shape, stage_channels = shape_of(main), constants["STAGE_CHANNELS"]
+    alignment, column_block = shape["alignment_columns"], constants["COLUMN_BLOCK"] if shape["wide"] else 1
+    box_w, plane = shape["row_pitch"], shape["channel_pitch"]
+    box_h, rest = divmod(plane, box_w)
+    assert rest == 0
+    images, tile_rows, tile_cols = shape["images"], shape["rows"], shape["cols_value"]
     channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
     (height, width), (rows, cols) = (geometry.height, geometry.width), posed.positions
     grad_output = rng.standard_normal((geometry.batch, channels, height, width))
     weight = rng.standard_normal((channels, *geometry.kernel))
-    steps = grad_input_im2col_tile.steps(posed, tile)
-    stages = grad_input_im2col_tile.rounds(posed, tile) * grad_input_im2col_tile.round_stages(steps)
+    steps = grad_input_im2col_tile.steps(posed, tile.kernel)
+    stages = grad_input_im2col_tile.rounds(posed, tile.kernel) * grad_input_im2col_tile.round_stages(steps)
     weight_of_k = np.zeros(stages * steps * 8 * word)
     weight_of_k[: weight.size] = weight.ravel()
 
-    offsets = np.array([grad_input_im2col_tile.offset(posed, tile, k) for k in range(steps * 8 * word)])
-    position = np.arange(tile.images * tile.rows * tile.cols)
-    at_col, at_row, at_image = (
-        position % tile.cols,
-        position // tile.cols % tile.rows,
-        position // (tile.cols * tile.rows),
+    def divided(name: str, n: int) -> int:
+        return quotient(tuple(shape[f"{name}_{of}"] for of in ("value", "magic", "shift")), n)
+
+    offsets = np.array([grad_input_im2col_tile.offset(posed, k) for k in range(steps * 8 * word)]) @ (
+        plane,
+        box_w,
+        1,
     )
-    first = (
-        at_image * tile.stage_channels * box_h * box_w + at_row * step_h * box_w + at_col * step_w + alignment
-    )
+    multiplied = constants["WARPGROUPS"] * constants["M_TILES"] * 64
+    lines = np.array([divided("cols", position) for position in range(multiplied)])
+    at_image = np.array([divided("image_positions", position) for position in range(multiplied)])
+    at_col, at_row = np.arange(multiplied) - lines * tile_cols, lines - at_image * tile_rows
+    at_image, at_row, at_col = (of[at_image < images] for of in (at_image, at_row, at_col))
+    assert len(at_col) == images * tile_rows * tile_cols
+    first = at_image * stage_channels * plane + at_row * step_h * box_w + at_col * step_w + alignment
     elements = first[:, None] + offsets
     if word == 2 and not constants["HALVES"]:
         assert (elements[:, 1::2] == elements[:, ::2] + 1).all(), "words"
         assert (elements[:, ::2] % 2 == 0).all(), "words"
 
+    assert len(main.tensor_maps[0].box) == (5 if shape["wide"] else 4)
+    assert width % column_block == 0
+
+    # The stage holds all that is loaded and read, and the stages lie within the shared memory.
+    assert math.prod(main.tensor_maps[0].box) * posed.item == shape["input_bytes"] <= shape["input_pitch"]
+    assert 0 <= elements.min() <= elements.max() < shape["input_bytes"] // posed.item
+    assert 2 <= shape["input_stages"] <= constants["MAX_INPUT_STAGES"]
+    assert 2 <= shape["weight_stages"] <= constants["MAX_WEIGHT_STAGES"]
+    weights = shape["weight_stages"] * constants["BLOCK_CHANNELS"] * 128
+    used = constants["BARRIER_BYTES"] + weights + shape["input_stages"] * shape["input_pitch"]
+    assert 1024 + used <= main.shared_bytes <= H200.shared_memory_per_block
+    assert shape["input_pitch"] % 128 == 0
+
     grad_input = np.full((geometry.batch, rows, cols), np.nan)
-    counts = grad_input_im2col_tile.tile_counts(posed, tile)
+    counts = grad_input_im2col_tile.tile_counts(posed, tile.shape)
     for index in np.ndindex(*counts):
-        image, row, col = (
-            n * size for n, size in zip(index, (tile.images, tile.rows, tile.cols), strict=True)
-        )
+        image, row, col = (n * size for n, size in zip(index, (images, tile_rows, tile_cols), strict=True))
         start = col * step_w - geometry.padding[1] - alignment
-        assert (
-            start % grad_input_im2col_tile.column_alignment(posed, box_w > grad_input_im2col_tile.MAX_BOX)
-            == 0
-        )
+        assert start % max(column_block, 16 // posed.item) == 0
         n, c, h, w = np.ogrid[
-            image : image + tile.images,
-            : stages * tile.stage_channels,
+            image : image + images,
+            : stages * stage_channels,
             row * step_h - geometry.padding[0] : row * step_h - geometry.padding[0] + box_h,
             start : start + box_w,
         ]
         inside = (n < geometry.batch) & (c < channels) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         clipped = (n.clip(0, geometry.batch - 1), c.clip(0, channels - 1), h.clip(0, height - 1))
         box = np.where(inside, grad_output[(*clipped, w.clip(0, width - 1))], 0)
-        sums = np.zeros(len(position))
+        sums = np.zeros(len(at_col))
         for stage in range(stages):
-            stage_elements = box[:, stage * tile.stage_channels : (stage + 1) * tile.stage_channels].ravel()
+            stage_elements = box[:, stage * stage_channels : (stage + 1) * stage_channels].ravel()
             sums += (
                 stage_elements[elements]
                 @ weight_of_k[stage * steps * 8 * word : (stage + 1) * steps * 8 * word]
@@ -148,9 +213,46 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
-    for _, posed, tile in cases(seed, 9):
+    for _, posed, tile in (*cases(seed, 9), *cases(seed, 3, wide=True)):
         found, wanted = emulated(posed, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_four_words_have_the_distances_of_the_first_four_in_every_box(seed: int) -> None:
+    """Where the planner says so, whatever the shape of the tile; the kernel derives it from the same numbers."""
+    rng, regular = random.Random(seed), 0
+    for _, posed, tile in cases(seed, 12):
+        size, count = grad_input_im2col_tile.word(posed), tile.kernel.stage_channels * posed.geometry.taps
+        if not grad_input_im2col_tile.regular(posed, tile.kernel.stage_channels):
+            continue
+        regular += 1
+        for _ in range(3):
+            box = (rng.randint(1, 9999), rng.randint(1, 99), 1)
+            at = np.array([grad_input_im2col_tile.offset(posed, k) for k in range(count)]) @ box
+            fours = at.reshape(-1, 4 * size)
+            assert (fours - fours[:, :1] == fours[0]).all()
+            assert size == 1 or (at[1::2] - at[::2] == at[1]).all()
+    assert regular
+
+
+def test_a_size_gets_the_shape_that_is_expected_to_be_the_fastest() -> None:
+    """One kernel has another shape for each of these maps, and none is faster than the one that is chosen."""
+    chosen = set()
+    for batch, side in ((64, 4), (64, 8), (64, 16), (8, 64), (8, 128)):
+        geometry = replace(UNET1, kernel=(4, 4), padding=(1, 1), batch=batch, height=side, width=side)
+        posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
+        (schedule,) = grad_input_im2col_choice.schedules(of_any_size(posed), H200)
+        ((time, tile),) = grad_input_im2col_choice.best_tiles(schedule, posed, H200)
+        every = [
+            time
+            for one in schedule.shapes
+            for time, _ in grad_input_im2col_choice.best_tiles(replace(schedule, shapes=(one,)), posed, H200)
+        ]
+        assert time == min(every)
+        assert grad_input_im2col_tile.legal(posed, tile)
+        chosen.add(tile.shape)
+    assert len(chosen) > 2
 
 
 UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
@@ -191,7 +293,8 @@ def test_the_planner_takes_the_family_where_it_is_faster(
 
 def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
     posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
-    tile = next(tile for tile in grad_input_im2col_tile.tiles(posed, H200) if tile.splits == 2)
+    kernel = next(one for one in grad_input_im2col_tile.kernels(posed, H200) if one.partial)
+    tile = Im2colTile(kernel, next(grad_input_im2col_tile.shapes(posed, kernel, H200)), 2)
     part = grad_input_im2col.part_with_tile(posed, tile)
     pad, main, _ = part.launches
     stored = main.tensor_maps[0].base.value
@@ -207,7 +310,7 @@ def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     torch.manual_seed(seed)
-    for problem, posed, tile in cases(100 + seed, 6):
+    for problem, posed, tile in (*cases(100 + seed, 6), *cases(100 + seed, 2, wide=True)):
         part, tolerance = grad_input_im2col.part_with_tile(posed, tile), TOLERANCE[problem.dtype]
         mask = (True, False, False)
         assert_kernel_matches(part, problem.geometry, problem.dtype, (False, False), tolerance, mask)

@@ -29,6 +29,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input import tma_gemm as grad_input_tma_gemm
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime import jit
@@ -104,8 +105,8 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
         # Tiles that are not expected to pay are included.
         found = [
             tile
-            for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), device)
-            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal)
+            for one in grad_input_im2col_choice.schedules(of_any_size(posed), device)
+            for _, tile in grad_input_im2col_choice.best_tiles(one, posed, device)
         ]
         yield from (grad_input_im2col.part_with_tile(posed, tile) for tile in found[:count])
     if grad_input_implicit_gemm.claims(posed, device):
@@ -113,6 +114,13 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
             grad_input_implicit_gemm.part_with_tile(*tile)
             for tile in grad_input_choice.choose(posed, device, count)
         )
+
+
+def im2col_tiles(layer: StridedProblem) -> Iterator[Im2colTile]:
+    """Yields the tiles of a layer: each of its kernels with each of its shapes."""
+    for one in grad_input_im2col_choice.schedules(layer, H200):
+        for shape, *_ in one.shapes:
+            yield Im2colTile(one.kernel, shape, 2 if one.kernel.partial else 1)
 
 
 def every_schedule(problem: plan.Problem) -> Iterator[Part]:
@@ -123,7 +131,8 @@ def every_schedule(problem: plan.Problem) -> Iterator[Part]:
         for (_, tile), *_ in grad_input_tma_choice.schedules(layer, H200):
             yield grad_input_tma.part_with_tile(posed, tile)
     if grad_input_im2col.claims(posed, H200):
-        for tile, _ in grad_input_im2col_choice.schedules(layer, H200):
+        by_kernel = {tile.kernel: tile for tile in im2col_tiles(layer)}
+        for tile in by_kernel.values():
             yield grad_input_im2col.part_with_tile(posed, tile)
     if grad_input_implicit_gemm.claims(posed, H200):
         for one in grad_input_choice.schedules(layer, H200):
@@ -216,18 +225,21 @@ def test_boxes_begin_at_addresses_that_tma_can_read(seed: int) -> None:
     for posed in (any_problem(rng) for _ in range(10)):
         if not grad_input_im2col.claims(posed, H200):
             continue
-        for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), H200):
+        for one in im2col_tiles(of_any_size(posed)):
             for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal):
                 launches = grad_input_im2col.part_with_tile(posed, tile).launches
                 main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
                 assert all(stride % 16 == 0 for stride in source.strides)
-                assert posed.geometry.width % constants["COLUMN_BLOCK"] == 0
-                tiles = grad_input_im2col_tile.tile_counts(posed, tile)[2]
-                align = max(constants["COLUMN_BLOCK"], 16 // posed.item)
-                first = posed.geometry.padding[1] + constants["ALIGNMENT_COLUMNS"]
-                starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
+                block = constants["COLUMN_BLOCK"] if tile.shape.wide else 1
+                assert posed.geometry.width % block == 0
+                tiles = grad_input_im2col_tile.tile_counts(posed, tile.shape)[2]
+                align = max(block, 16 // posed.item)
+                first = posed.geometry.padding[1] + grad_input_im2col_tile.alignment_columns(
+                    posed, tile.shape.wide
+                )
+                starts = (at * tile.shape.cols * posed.step[1] - first for at in range(tiles))
                 assert all(start % align == 0 for start in starts)
 
 
