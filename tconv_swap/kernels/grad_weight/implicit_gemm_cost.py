@@ -64,7 +64,8 @@ def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
     # The warps are spread over four tensor cores; a barrier and the latency of memory cost every tile, less where
     # another block runs meanwhile.
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
-    wanted = 8 if tile.wgmma else 12
+    # With IEEE a warp has three multiplies for each pair of fragments, so fewer warps hide each other's waits.
+    wanted = 8 if tile.wgmma or problem.is_ieee else 12
     clocks = clocks * round_up(resident, 4) / resident * math.sqrt(max(1.0, wanted / resident)) + 300
     clocks *= 1 if tile.blocks_per_multiprocessor == 1 else 0.8
     return Work(clocks, weight_tiles(problem, tile), split_bytes(problem, tile), tile.warps[3])
