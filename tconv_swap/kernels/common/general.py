@@ -183,9 +183,7 @@ def plan_grad_input(problem: Problem) -> Part:
     return Part("general", _WHY, (launch,))
 
 
-def _split(
-    length: int, blocks: int, min_length: int, split_bytes: int, all_blocks: int
-) -> tuple[int, int]:
+def _split(length: int, blocks: int, min_length: int, split_bytes: int, all_blocks: int) -> tuple[int, int]:
     """Returns the number of splits of a sum of ``length`` terms, and the terms of a split.
 
     One split fills ``blocks`` blocks. There are enough splits for ``all_blocks``, but none is shorter than

@@ -12,6 +12,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     LARGE_KERNEL,
@@ -78,9 +79,9 @@ def computes_some_size(problem: Problem, device: Device) -> bool:
 
 def computes_every_batch(problem: Problem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images. Layers of stride 1 have a
-    kernel for large images, too (forward/stride1.py): one less for single pixels leaves two for all other maps. Those of
-    a large kernel are the first layers of generators, which get many images."""
-    geometry = problem.geometry
+    kernel for large images, too (forward/stride1.py): one less for single pixels leaves two for all other maps. Layers
+    with a large kernel are the first of generators, which get many images."""
+    geometry = of_any_size(problem.geometry)
     posed = make_problem(
         geometry,
         problem.dtype,
