@@ -22,8 +22,8 @@ WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Warps of a multiprocessor that hide each other's waits: of wgmma, and with IEEE, where a warp has three multiplies
 #: for each pair of fragments; of all other tiles.
 FEW_WARPS, WARPS = 8, 12
-#: The clocks of a tile where another block runs meanwhile, relative to those where none does. With IEEE the tensor cores
-#: are busy all the time.
+#: The clocks of a tile where another block runs meanwhile, relative to those where none does. With IEEE the tensor
+#: cores are busy all the time.
 TWO_BLOCKS, TWO_BLOCKS_IEEE = 0.8, 1.0
 
 
