@@ -1,5 +1,5 @@
 // output[i] = sum over splits s of partial[s, i]: the last step of every sum that was split over blocks. LANES threads share
-// an output: each adds up every LANES-th split in the order of s, then the first adds up their sums in the order of the lanes.
+// an output: each adds up every LANES-th split in the order of s, then pairs of lanes add up their sums until one is left.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 
@@ -19,11 +19,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (long long s = lane; s < splits; s += LANES) sum.add(partial[s * count + i]);
   }
   if constexpr (LANES > 1) {
-    shared[lane][column] = sum;
-    __syncthreads();
-    if (lane > 0) return;
 #pragma unroll
-    for (int other = 1; other < LANES; ++other) sum.add(shared[other][column]);
+    for (int half = LANES / 2; half > 0; half /= 2) {
+      if (lane >= half && lane < 2 * half) shared[lane][column] = sum;
+      __syncthreads();
+      if (lane < half) sum.add(shared[lane + half][column]);
+    }
+    if (lane > 0) return;
   }
   if (i < count) output[i] = store_as<Element>(sum.value());
 }

@@ -218,12 +218,22 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store(const float (&sums)[TILE_CHANNELS / 2], const WorkTile& work, int row, int col) const {
-    const long long image = static_cast<long long>(sizes.out_height) * sizes.out_width;
-    const int out_width = sizes.out_width;
+    // Decided once for all stores of a row.
+    if (ITEM == 2 && sizes.out_width % 2 == 0) {
+      store_row<true>(sums, work, row, col);
+    } else {
+      store_row<false>(sums, work, row, col);
+    }
+  }
+  /// PAIRS: in 16 bits, two neighbouring pixels by one store, whose address is aligned where rows have an even number of pixels.
+  template <bool PAIRS>
+  __device__ __forceinline__ void store_row(const float (&sums)[TILE_CHANNELS / 2], const WorkTile& work, int row, int col) const {
+    const int pixels = sizes.out_height * sizes.out_width;
     /// The distance from a lane's first pixel to its second.
     constexpr int NEXT = ITEM == 4 ? 8 : 1;
     const int channel = first_channel + lane % 4 * 2;
-    Element* to = output + (static_cast<long long>(work.image) * OUT_CHANNELS + channel) * image + static_cast<long long>(row) * out_width + col;
+    const bool has_first = col < sizes.out_width, has_second = col + NEXT < sizes.out_width;
+    Element* to = output + (static_cast<long long>(work.image) * OUT_CHANNELS + channel) * pixels + static_cast<long long>(row) * sizes.out_width + col;
 #pragma unroll
     for (int j = 0; j < TILE_CHANNELS / 8; ++j)
 #pragma unroll
@@ -232,11 +242,13 @@ struct Consumer {
         if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
         const Channel each = load_channel(epilogue, channel + at);
         const float first = apply_epilogue(sums[j * 4 + r], each, epilogue), second = apply_epilogue(sums[j * 4 + 2 + r], each, epilogue);
-        if (ITEM == 2 && out_width % 2 == 0) {
-          if (col < out_width) __stcs(reinterpret_cast<u32*>(to + at * image), ptx::pack_pair<PRECISION>(first, second));
+        // One multiply of 32 bits with an addition of 64 makes the address.
+        Element* pixel = to + static_cast<long long>(pixels) * at;
+        if constexpr (PAIRS && ITEM == 2) {
+          if (has_first) __stcs(reinterpret_cast<u32*>(pixel), ptx::pack_pair<PRECISION>(first, second));
         } else {
-          if (col < out_width) to[at * image] = store_as<Element>(first);
-          if (col + NEXT < out_width) to[at * image + NEXT] = store_as<Element>(second);
+          if (has_first) pixel[0] = store_as<Element>(first);
+          if (has_second) pixel[NEXT] = store_as<Element>(second);
         }
       }
   }

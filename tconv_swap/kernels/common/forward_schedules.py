@@ -27,7 +27,8 @@ def max_narrow_schedules(problem: Problem, device: Device) -> int:
 
 def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
     """Returns how many schedules the implicit GEMM has. Maps of one pixel have one of their own if the layer has
-    another stride for them; forward/gemm.py and forward/stride1.py have one each."""
+    another stride for them and forward/gemm.py does not compute them all; forward/gemm.py and forward/stride1.py have
+    one each."""
     if layer.of_grad_input:
         return MAX_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
     pixels = Problem(
@@ -37,9 +38,10 @@ def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
         layer.output_channels_last,
         layer.weight_channels_last,
     )
+    of_one_pixel = has_stride_of_one_pixel(layer.geometry)
     return (
         MAX_SCHEDULES
-        - has_stride_of_one_pixel(layer.geometry)
+        - (of_one_pixel and not forward_gemm.computes_every_batch(pixels, device))
         - forward_gemm.computes_some_size(pixels, device)
         - forward_stride1.computes_some_size(layer, device)
     )

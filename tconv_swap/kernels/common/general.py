@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +44,29 @@ INT32_ELEMENTS = 2**31 - 1
 MANY_TAPS = 256
 #: How many pixels, or positions, a tile may extend beyond the last one.
 MAX_TILE_PIXELS = 256
+#: Of grad_bias/general.cu: bytes of a load, and loads of a thread before it adds them up.
+BIAS_VECTOR_BYTES = 16
+BIAS_LOADS = 4
+
+
+class BiasBlocks(NamedTuple):
+    """The blocks of grad_bias/general.cu in a layout.
+
+    Attributes:
+        threads: of a block.
+        wanted: blocks of a multiprocessor that splits aim at.
+        resident: blocks of a multiprocessor for which there are registers.
+    """
+
+    threads: int
+    wanted: int
+    resident: int
+
+
+#: A block has one channel: the number of blocks is a multiple of that of channels, so more than wanted may run at once.
+BIAS_NCHW = BiasBlocks(256, 4, 5)
+#: A block has all channels: few large blocks leave few partial sums.
+BIAS_CHANNELS_LAST = BiasBlocks(512, 2, 2)
 _WHY = "covers every geometry"
 
 
@@ -158,15 +183,13 @@ def plan_grad_input(problem: Problem) -> Part:
     return Part("general", _WHY, (launch,))
 
 
-def _split(
-    length: int, blocks: int, min_length: int, split_bytes: int, multiprocessors: int
-) -> tuple[int, int]:
+def _split(length: int, blocks: int, min_length: int, split_bytes: int, all_blocks: int) -> tuple[int, int]:
     """Returns the number of splits of a sum of ``length`` terms, and the terms of a split.
 
-    One split fills ``blocks`` blocks. There are enough splits to fill the GPU, but none is shorter than
+    One split fills ``blocks`` blocks. There are enough splits for ``all_blocks``, but none is shorter than
     ``min_length``, and their ``split_bytes`` of partial sums stay within the workspace limit.
     """
-    wanted = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, blocks)
+    wanted = ceil_div(all_blocks, blocks)
     splits = max(1, min(wanted, length // min_length, WORKSPACE_LIMIT_BYTES // split_bytes))
     per_split = max(1, ceil_div(length, splits))
     return max(1, ceil_div(length, per_split)), per_split
@@ -214,7 +237,8 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
     blocks = ceil_div(geometry.in_channels_per_group, tile.m) * ceil_div(columns, tile.n) * geometry.groups
     count = geometry.in_channels * columns
     pixels = geometry.batch * geometry.height * geometry.width
-    splits, per_split = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
+    all_blocks = device.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    splits, per_split = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), all_blocks)
     kernel = Kernel(
         "grad_weight/general.cu",
         "grad_weight_general",
@@ -235,29 +259,52 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
 def plan_grad_bias(problem: Problem, device: Device) -> Part:
     """Returns the part that computes the gradient of the bias. Input: grad_output. Workspace: at most 64 MiB."""
     geometry, dtype = problem.geometry, problem.dtype
-    threads = 256
-    channels = geometry.out_channels
-    blocks = ceil_div(channels, 32) if problem.channels_last else channels
-    positions = geometry.batch * geometry.out_height * geometry.out_width
+    of_layout = BIAS_CHANNELS_LAST if problem.channels_last else BIAS_NCHW
+    threads, channels = of_layout.threads, geometry.out_channels
+    pixels = geometry.out_height * geometry.out_width
+    vector = BIAS_VECTOR_BYTES // dtype.itemsize
+    if problem.channels_last:
+        if channels // math.gcd(channels, vector) > threads:
+            # The elements of a vector stay in the same position, so that no channel is divided among blocks.
+            vector = math.gcd(channels, vector)
+        period = channels // math.gcd(channels, vector)
+        blocks = ceil_div(period, threads)
+        at_once = threads // ceil_div(period, blocks)
+        length = ceil_div(geometry.batch * pixels * channels, period * vector)
+    else:
+        # A plane that does not begin at a whole vector may touch one more.
+        vectors = pixels // vector if pixels % vector == 0 else (pixels + vector - 2) // vector + 1
+        blocks, at_once, length = channels, threads, geometry.batch * vectors
+    rows = 1 if dtype.itemsize == 2 else 2  # of a split: 16-bit types have no compensation
     splits, per_split = _split(
-        positions, blocks, 4 * threads, 2 * channels * _sum_bytes(dtype), device.multiprocessors
+        length,
+        blocks,
+        at_once,
+        rows * channels * _sum_bytes(dtype),
+        device.multiprocessors * of_layout.wanted,
     )
     kernel = Kernel(
         "grad_bias/general.cu",
         "grad_bias_general",
-        (*_common(problem, of_gradients=True), ("THREADS", threads)),
+        (
+            *_common(problem, of_gradients=True),
+            ("THREADS", threads),
+            ("VECTOR", vector),
+            ("LOADS_IN_FLIGHT", BIAS_LOADS),
+            ("BLOCKS", of_layout.resident),
+        ),
     )
     launch = Launch(
         kernel,
         grid=blocks * splits,
         block=threads,
-        arguments=(input_(0), workspace(0), struct(0), int64(per_split)),
+        arguments=(input_(0), workspace(0), struct(0), int64(per_split), int64(length)),
         structs=(image_sizes(geometry),),
     )
     overlaps = device.compute_capability >= 90
     return Part(
         "general",
         _WHY,
-        (launch, split_k_reduce(dtype, channels, 2 * splits, overlaps_previous=overlaps)),
-        2 * channels * splits * _sum_bytes(dtype),
+        (launch, split_k_reduce(dtype, channels, rows * splits, overlaps_previous=overlaps)),
+        rows * channels * splits * _sum_bytes(dtype),
     )

@@ -54,11 +54,17 @@ def select_schedules(
     any_size: Callable[[_Schedule], bool],
     every: int = EVERY,
     otherwise: float | None = None,
+    without_padding: bool = False,
 ) -> tuple[_Schedule, ...]:
     """Returns at most ``limit`` schedules for all sizes of a layer, out of the candidates for representative sizes
     (grad_weight/implicit_gemm_classes.py). The first one computes ``any_size``, if such a candidate exists.
-    ``expected`` returns the time of a size that the schedule ``computes``."""
+    ``expected`` returns the time of a size that the schedule ``computes``. With ``without_padding`` the sizes count
+    without output padding, too, which is PyTorch's default and may leave rows that fewer schedules compute; odd rows
+    do not: the one for any size computes them."""
     geometries = [size.of(layer.geometry) for size in sizes_of(layer)]
+    if without_padding:
+        unpadded = (replace(one, output_padding=(0, 0)) for one in geometries)
+        geometries = list(dict.fromkeys((*geometries, *(one for one in unpadded if one.out_width % 2 == 0))))
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
     found: dict[_Schedule, None] = {}
     for problem in problems[::every]:

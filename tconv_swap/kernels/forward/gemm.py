@@ -12,7 +12,13 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.forward.implicit_gemm_layout import has_stride_of_one_pixel
+from tconv_swap.kernels.common.layer_sizes import of_any_size
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    LARGE_KERNEL,
+    has_stride_of_one_pixel,
+    make_problem,
+)
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -69,6 +75,26 @@ def computes_some_size(problem: Problem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for some sizes of the layer, all with one kernel. Where stride = kernel, the
     implicit GEMM's kernels for other maps compute maps of one pixel, too."""
     return has_stride_of_one_pixel(problem.geometry) and _claims_layer(problem, device)
+
+
+def computes_every_batch(problem: Problem, device: Device) -> bool:
+    """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images. Layers of stride 1 have a
+    kernel for large images, too (forward/stride1.py): one less for single pixels leaves two for all other maps. Layers
+    with a large kernel are the first of generators, which get many images."""
+    geometry = of_any_size(problem.geometry)
+    posed = make_problem(
+        geometry,
+        problem.dtype,
+        problem.precision,
+        problem.channels_last,
+        problem.weight_channels_last,
+        has_bias=False,
+    )
+    return (
+        min(geometry.kernel) < LARGE_KERNEL
+        and computes_some_size(problem, device)
+        and forward_stride1.computes_some_size(posed, device)
+    )
 
 
 def _claims_layer(problem: Problem, device: Device) -> bool:
@@ -165,7 +191,8 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
     Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
     """
-    pays = problem.geometry.batch <= MAX_IMAGES and computes_some_size(problem, device)
+    few = problem.geometry.batch <= MAX_IMAGES
+    pays = computes_some_size(problem, device) and (few or computes_every_batch(problem, device))
     plans = plan_candidates(problem, has_bias, device, count=1) if pays else []
     return plans[0] if plans else None
 

@@ -237,11 +237,12 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
         yield made(images, columns, columns, HANDICAP_LARGE)
         return
     yield made(images, columns, columns)
-    yield few(16, 16)
     if not channels_last:
+        # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
         side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
         yield made(images, side, side, aligned=True)
-    elif max(geometry.stride) == 1:
+    yield few(16, 16)
+    if channels_last and max(geometry.stride) == 1:
         yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
     if layer.precision != "IEEE" or channels <= MANY_CHANNELS:
         yield small(8)

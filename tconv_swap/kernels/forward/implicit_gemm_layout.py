@@ -135,8 +135,9 @@ class TileProblem:
     #: Whether the kernel reads a channels_last copy in the workspace, which a launch of its own makes of an NCHW
     #: input.
     nhwc_copy: bool = False
-    #: Whether the bytes of a row of an NCHW input are known to be a multiple of 16; with ``flat``, whether images are
-    #: known to be whole tiles of at most 128 positions, and their rows to have an even number of positions.
+    #: Whether the columns of a row of an NCHW input are known to be a multiple of ``aligned_columns``; with ``flat``,
+    #: whether images are known to be whole tiles of at most 128 positions, and their rows to have an even number of
+    #: positions.
     aligned: bool = False
     #: Whether the map has one pixel and another stride than the layer's. The other sizes of the layer have other
     #: kernels.
@@ -177,10 +178,21 @@ class TileProblem:
         return (ceil_div(geometry.out_height, rows), ceil_div(geometry.out_width, geometry.stride[1]))
 
     @property
+    def aligned_columns(self) -> int:
+        """The number of which the columns of aligned rows are multiples: those of 16 bytes. The rows of grad_output are
+        longer than those of the input, which usually have a multiple of that number, so the rows of most sizes of a
+        layer may only be multiples of a smaller one."""
+        columns = 16 // self.item
+        if not self.of_grad_input or self.flat:
+            return columns
+        of_usual = gcd(self.geometry.width - self.geometry.out_width, columns)
+        return of_usual if of_usual > 1 else columns
+
+    @property
     def row_multiple(self) -> int:
         """A number that divides the elements of a row of an NCHW input (with ``flat``, of an image), whatever the
         size."""
-        return 16 // self.item if self.aligned else 1
+        return self.aligned_columns if self.aligned else 1
 
     @property
     def out_row_multiple(self) -> int:
@@ -268,7 +280,7 @@ def can_be_aligned(problem: TileProblem) -> bool:
     width, pixels = problem.geometry.width, problem.geometry.height * problem.geometry.width
     if problem.flat:
         return width % 2 == 0 and pixels % ALIGNED_PIXELS == 0
-    return width * problem.item % 16 == 0
+    return width % problem.aligned_columns == 0
 
 
 def has_stride_of_one_pixel(geometry: Geometry) -> bool:

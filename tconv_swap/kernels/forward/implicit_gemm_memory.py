@@ -108,6 +108,7 @@ def supports_tma_nchw(problem: TileProblem, tile: Tile) -> bool:
     return (
         not problem.input_channels_last
         and problem.aligned
+        and problem.row_multiple * problem.item % 16 == 0
         and tile.cols >= 8
         and row * problem.item % 16 == 0
         and (not problem.flat or row % tile.cols == 0)

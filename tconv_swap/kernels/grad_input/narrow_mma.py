@@ -128,6 +128,7 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
         computes,
         lambda problem, tile: expected_microseconds(problem, tile, device),
         lambda tile: tile.splits == 1 and loads_every_size(layer, tile.grad_output.load),
+        without_padding=True,
     )
 
 

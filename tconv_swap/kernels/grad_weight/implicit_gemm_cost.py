@@ -19,6 +19,12 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Limit of the partial sums; one copy of the gradient in whole tiles may exceed it.
 WORKSPACE_LIMIT_BYTES = 64 << 20
+#: Warps of a multiprocessor that hide each other's waits: of wgmma, and with IEEE, where a warp has three multiplies
+#: for each pair of fragments; of all other tiles.
+FEW_WARPS, WARPS = 8, 12
+#: The clocks of a tile where another block runs meanwhile, relative to those where none does. With IEEE the tensor
+#: cores are busy all the time.
+TWO_BLOCKS, TWO_BLOCKS_IEEE = 0.8, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +70,10 @@ def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
     # The warps are spread over four tensor cores; a barrier and the latency of memory cost every tile, less where
     # another block runs meanwhile.
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
-    wanted = 8 if tile.wgmma else 12
+    wanted = FEW_WARPS if tile.wgmma or problem.is_ieee else WARPS
     clocks = clocks * round_up(resident, 4) / resident * math.sqrt(max(1.0, wanted / resident)) + 300
-    clocks *= 1 if tile.blocks_per_multiprocessor == 1 else 0.8
+    if tile.blocks_per_multiprocessor > 1:
+        clocks *= TWO_BLOCKS_IEEE if problem.is_ieee else TWO_BLOCKS
     return Work(clocks, weight_tiles(problem, tile), split_bytes(problem, tile), tile.warps[3])
 
 

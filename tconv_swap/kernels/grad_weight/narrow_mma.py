@@ -125,6 +125,7 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
         lambda tile: (
             (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.grad_output.load)
         ),
+        without_padding=True,
     )
 
 
