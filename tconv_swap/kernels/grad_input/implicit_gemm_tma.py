@@ -85,7 +85,8 @@ def part_with_tile(
     work_tiles = grad_input_tma_tile.work_count(problem, tile)
     count = grad_input_elements(problem)
     split = tile.splits > 1
-    kernel, shared = _compiled(of_any_size(problem), _of_any_shape(tile))
+    layer = of_any_size(problem)
+    kernel, shared = _compiled(layer, _of_any_shape(layer, tile))
     main = Launch(
         kernel,
         grid=min(work_tiles, multiprocessors),
@@ -118,10 +119,11 @@ def part_with_tile(
     )
 
 
-def _of_any_shape(tile: TmaTile) -> TmaTile:
+def _of_any_shape(layer: StridedProblem, tile: TmaTile) -> TmaTile:
     """Returns a tile that is the same for all shapes and splits that a kernel computes. 2 splits stand for any number
     of splits above 1, 4 and 8 columns for narrow tiles and others."""
-    cols = grad_input_tma_shape.NARROW_COLS if tile.narrow else 8
+    narrow = tile.narrow and not grad_input_tma_shape.narrow_alike(layer)
+    cols = grad_input_tma_shape.NARROW_COLS if narrow else 8
     return replace(
         tile,
         images=1,

@@ -20,8 +20,8 @@ MAX_BOX = 256
 NARROW_COLS = 4
 #: Columns of the widest map of a dense tile: whole rows of a wider one are much more than the tile.
 DENSE_COLS = 32
-#: Columns of the tiles of flat maps; of equals the first is taken: rows of more than 64 positions were slower.
-FLAT_COLS = (64, 32, 16, 8, 128)
+#: Columns of the tiles of flat maps.
+FLAT_COLS = (8, 16, 32, 64, 128)
 #: Threads of a block beside its consumers.
 PRODUCER_THREADS = 64
 
@@ -36,7 +36,8 @@ class TmaTile:
     maps of at most ``cols`` columns.
     """
 
-    #: The positions of all warpgroups of a consumer. A kernel has narrow tiles (fewer than 8 columns), or others.
+    #: The positions of all warpgroups of a consumer. A kernel has narrow tiles (fewer than 8 columns), or others, or
+    #: both (``narrow_alike``).
     images: int
     rows: int
     cols: int
@@ -83,6 +84,12 @@ class TmaTile:
         text = f"{positions} positions x {self.channels} channels, {self.warpgroups} warpgroups"
         text += f", {self.consumers} consumers" if self.consumers > 1 else ""
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
+
+
+def narrow_alike(problem: StridedProblem) -> bool:
+    """Returns whether narrow tiles read the same stages as others, so that a kernel has both: each column of taps is a
+    phase of its own."""
+    return problem.max_shift[1] == 0
 
 
 def box_size(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import (
     flat_shapes,
     mapped_shapes,
     max_dense_pixels,
+    narrow_alike,
     tile_counts,
 )
 from tconv_swap.kernels.problem import Device
@@ -29,6 +30,8 @@ MAX_INPUT_STAGES = 8
 MAX_WEIGHT_STAGES = 12
 #: A kernel has the shapes whose boxes leave at least this share of the taps that stages hold with the smallest box.
 MIN_TAPS_AHEAD = 0.75
+#: Of equals, tiles with long rows were faster (columns of taps overlap), but not those with longer ones.
+LONG_ROW = 64
 #: Clocks of a multiply of 64 positions by 256 channels, for one tap of one chunk; bytes that a multiprocessor loads
 #: from the L2 in a clock (measured, docs/kernels/grad_input/implicit_gemm_tma.md), and bytes that it stores (fitted).
 MULTIPLY_CLOCKS = 512
@@ -149,7 +152,8 @@ def tiles(problem: StridedProblem, device: Device) -> Iterator[TmaTile]:
 
 
 def shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
-    """Returns the tile in each of its kernel's shapes, those with the smallest boxes first."""
+    """Returns the tile in each of its kernel's shapes, those with the smallest boxes first, of equals the longest rows
+    up to ``LONG_ROW``, then the fewest images."""
     if tile.dense:
         return [tile]
     found: dict[tuple[int, int, int], TmaTile] = {}
@@ -165,16 +169,18 @@ def shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
         )
         if box_pixels(problem, one) <= tile.box_pixels:
             found.setdefault((one.images, one.rows, one.cols), one)
-    return sorted(found.values(), key=lambda one: box_pixels(problem, one))
+    return sorted(found.values(), key=lambda one: (box_pixels(problem, one), one.cols > LONG_ROW, -one.cols, one.images))
 
 
 def _all_shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
     """Returns the shapes whose boxes TMA can load."""
-    of = (
-        flat_shapes(tile.warpgroups, tile.m_tiles)
-        if tile.flat
-        else mapped_shapes(tile.warpgroups, tile.m_tiles, NARROW_COLS if tile.narrow else 8)
-    )
+    if tile.flat:
+        of = list(flat_shapes(tile.warpgroups, tile.m_tiles))
+    else:
+        widths = [NARROW_COLS] if tile.narrow else [8]
+        if narrow_alike(problem) and not tile.phase_dimension:
+            widths = [8, NARROW_COLS]
+        of = [one for width in widths for one in mapped_shapes(tile.warpgroups, tile.m_tiles, width)]
     return [one for one in of if _is_loaded(problem, one, tile.phase_dimension)]
 
 
@@ -203,12 +209,12 @@ def _kernels(problem: StridedProblem) -> Iterator[TmaTile]:
 
 
 def _kinds(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
-    """Yields a tile of each kind of box: dense, of flat maps, of maps, of narrow maps, and of maps whose phases of
-    columns are a dimension, where boxes would have too many columns otherwise."""
+    """Yields a tile of each kind of box: dense, of flat maps, of maps, of narrow maps if they differ, and of maps whose
+    phases of columns are a dimension, where boxes would have too many columns otherwise."""
     if problem.flat:
         yield dense_shape(warpgroups, m_tiles)
         yield next(flat_shapes(warpgroups, m_tiles))
-    for width in (8, NARROW_COLS):
+    for width in (8,) if narrow_alike(problem) else (8, NARROW_COLS):
         of_width = list(mapped_shapes(warpgroups, m_tiles, width))
         if any(_is_loaded(problem, one, False) for one in of_width):
             yield of_width[0]
