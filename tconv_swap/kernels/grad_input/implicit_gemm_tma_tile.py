@@ -169,7 +169,9 @@ def shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
         )
         if box_pixels(problem, one) <= tile.box_pixels:
             found.setdefault((one.images, one.rows, one.cols), one)
-    return sorted(found.values(), key=lambda one: (box_pixels(problem, one), one.cols > LONG_ROW, -one.cols, one.images))
+    return sorted(
+        found.values(), key=lambda one: (box_pixels(problem, one), one.cols > LONG_ROW, -one.cols, one.images)
+    )
 
 
 def _all_shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
