@@ -1,10 +1,15 @@
-"""The gradient of the input by its definition, for tests that compute it with the offsets of a kernel."""
+"""The gradient of the input by its definition, for tests that compute it with the offsets of a kernel, and the words of
+a launch by the names that the kernel gives them."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
+from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
+from tconv_swap.runtime.cache import csrc_directory
 
 #: Rows and columns of zeros after the image: more than any tap of a test reaches.
 MARGIN = 400
@@ -25,3 +30,14 @@ def defined_gradient(posed: StridedProblem, grad_output: np.ndarray, weight: np.
         shifted = padded[:, :, kh * dilation_h :: step_h, kw * dilation_w :: step_w][:, :, :rows, :cols]
         found += np.einsum("nchw,c->nhw", shifted, weight[:, kh, kw])
     return found
+
+
+def words_by_name(struct: str, words: Words) -> dict[str, int]:
+    """Returns the words of a struct of csrc/kernels/common/sizes.cuh by the names of its fields."""
+    header = (csrc_directory() / "kernels/common/sizes.cuh").read_text()
+    (body,) = re.findall(rf"struct {struct} \{{(.*?)\n\}};", header, re.DOTALL)
+    names = []
+    for kind, fields in re.findall(r"^  (int|Divisor) ([a-z_, ]+);", body, re.MULTILINE):
+        parts = ("",) if kind == "int" else ("_value", "_magic", "_shift")
+        names += [field + part for field in fields.split(", ") for part in parts]
+    return dict(zip(names, words, strict=True))

@@ -1,5 +1,5 @@
 // The sizes of a call's tensors, which a kernel gets as an argument at its launch (kernels/common/sizes.py writes the same
-// words), and division by them.
+// words; those of BoxTileShape: kernels/grad_input/implicit_gemm_tma_shape.py), and division by them.
 #pragma once
 
 /// Division of whole numbers below 2^31 by a number that is known at the launch: with 2^shift the power of two at or above

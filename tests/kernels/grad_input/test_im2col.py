@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from grad_input_cases import defined_gradient
+from grad_input_cases import defined_gradient, words_by_name
 from harness import assert_kernel_matches
 from size_cases import quotient
 
@@ -22,8 +21,6 @@ from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_cho
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
-from tconv_swap.runtime.cache import csrc_directory
-from tconv_swap.runtime.program import Launch
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
@@ -114,17 +111,6 @@ def cases(
             yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
 
 
-def shape_of(launch: Launch) -> dict[str, int]:
-    """Returns the words of ``Im2colTileShape`` by the names that common/sizes.cuh gives them."""
-    header = (csrc_directory() / "kernels/common/sizes.cuh").read_text()
-    (body,) = re.findall(r"struct Im2colTileShape \{(.*?)\n\};", header, re.DOTALL)
-    names = []
-    for kind, fields in re.findall(r"^  (int|Divisor) ([a-z_, ]+);", body, re.MULTILINE):
-        parts = ("",) if kind == "int" else ("_value", "_magic", "_shift")
-        names += [field + part for field in fields.split(", ") for part in parts]
-    return dict(zip(names, launch.structs[1], strict=True))
-
-
 def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.ndarray]:
     """Returns the gradient of one channel of the first group, computed from what the launch says, as
     grad_input/im2col.cu does, and by the definition."""
@@ -133,7 +119,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     launches = grad_input_im2col.part_with_tile(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
-    shape, stage_channels = shape_of(main), constants["STAGE_CHANNELS"]
+    shape, stage_channels = words_by_name("Im2colTileShape", main.structs[1]), constants["STAGE_CHANNELS"]
     alignment, column_block = shape["alignment_columns"], constants["COLUMN_BLOCK"] if shape["wide"] else 1
     box_w, plane = shape["row_pitch"], shape["channel_pitch"]
     box_h, rest = divmod(plane, box_w)

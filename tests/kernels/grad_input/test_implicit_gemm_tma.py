@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from grad_input_cases import defined_gradient
+from grad_input_cases import defined_gradient, words_by_name
 from harness import assert_kernel_matches
 
 from tconv_swap.geometry import Geometry
@@ -27,24 +27,6 @@ from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"))
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
-
-
-#: The fields of BoxTileShape in csrc/kernels/common/sizes.cuh.
-SHAPE_WORDS = (
-    "images",
-    "rows",
-    "col_bits",
-    "warpgroup_row_bits",
-    "warpgroup_images",
-    "warpgroup_rows",
-    "warpgroup_pixels",
-    "group_positions",
-    "multiply_positions",
-    "group_pixels",
-    "multiply_pixels",
-    "box_cols",
-    "box_bytes",
-)
 
 
 def random_geometry(rng: random.Random, item: int) -> Geometry:
@@ -132,7 +114,7 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
     (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
     padding_h, padding_w = geometry.padding
     constants = dict(part.launches[0].kernel.constants)
-    shape = dict(zip(SHAPE_WORDS, part.launches[0].structs[1], strict=True))
+    shape = words_by_name("BoxTileShape", part.launches[0].structs[1])
     _, tiles_h, tiles_w = grad_input_tma_shape.tile_counts(posed, tile)
     source, _ = part.launches[0].tensor_maps
     (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
