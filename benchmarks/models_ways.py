@@ -49,7 +49,8 @@ def measure_best(
     as `tconv_swap.optimize` verifies the fastest. ``announce`` is called with the next step.
 
     Raises:
-        ValueError: a layer, or the network in each of our ways, computes something else.
+        ValueError: a layer, or the network in each of our ways, computes something else, or there is not enough memory
+            to compare the best ways.
         Exception: whatever the network raises in today's way.
     """
     network = NETWORKS[case.network]
@@ -71,6 +72,8 @@ def measure_best(
             )
             if found.our_best is None:
                 raise ValueError(f"{found.stage}: none of our ways is right: {'; '.join(found.notes)}")
+            if not found.finals:
+                raise ValueError(f"{found.stage}: {'; '.join(found.notes)}")
             stages.append(_stage(found))
             notes += [f"{found.stage}: {note}" for note in found.notes]
     return {

@@ -284,14 +284,17 @@ class WaySearch:
 
     def _finals(self, found: StageWays) -> dict[str, Timing]:
         best = [row.way for layers in LAYERS if (row := self.search.best(layers.name)) is not None]
+        running: dict[str, Running] = {}
         try:
-            running = {way.name: self.search.get(way) for way in dict.fromkeys([TODAY, *best, found.best])}
+            running |= {way.name: self.search.get(way) for way in dict.fromkeys([TODAY, *best, found.best])}
             return self._time(running, self.final_s) if len(running) > 1 else {}
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.search.notes.append("not enough memory to time the best ways side by side")
-            return {}
+        running.clear()
+        self.search.drop_others({TODAY, found.best})
+        return {}
 
     def _bound(self, way: Way) -> str:
         running = self.search.get(way)

@@ -60,6 +60,21 @@ def test_ways_that_do_not_fit_side_by_side_have_no_last_comparison(monkeypatch: 
     assert run.way == stage.best
 
 
+def test_what_does_not_fit_side_by_side_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen way is profiled next, and needs the memory of the others."""
+
+    def time(variants: dict[str, Running], **_: Any) -> dict[str, Timing]:
+        if len(variants) > 2:
+            raise torch.OutOfMemoryError
+        return faster_in_channels_last(variants)
+
+    monkeypatch.setattr(optimize, "network_variant", lambda running, *_: running)
+    monkeypatch.setattr(optimize, "time_interleaved", time)
+    searched = optimize.WaySearch(generator(), images(), training=False)
+    found = searched.run(searched.chosen_from(["pytorch+channels_last", "ours"]), None, profiled=False)
+    assert {way.name for way in searched.search.built} == {"pytorch", found.best.name}
+
+
 def faster_in_channels_last(variants: dict[str, Running], **_: Any) -> dict[str, Timing]:
     """Stands in for `time_interleaved` of networks; PyTorch's layers are the fastest."""
 

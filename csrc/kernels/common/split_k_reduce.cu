@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 8
     for (long long s = lane; s < splits; s += LANES) sum.add(partial[s * count + i]);
   }
+  static_assert((LANES & (LANES - 1)) == 0, "lanes are added up in pairs");
   if constexpr (LANES > 1) {
 #pragma unroll
     for (int half = LANES / 2; half > 0; half /= 2) {

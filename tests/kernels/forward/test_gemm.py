@@ -13,6 +13,9 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import gemm as forward_gemm
+from tconv_swap.kernels.forward.implicit_gemm_classes import choose
+from tconv_swap.kernels.forward.implicit_gemm_layout import make_problem
+from tconv_swap.kernels.grad_input.implicit_gemm import as_forward
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 A10 = plan.Device("sm_86", 72, 99 << 10)
@@ -47,6 +50,23 @@ def test_one_launch_computes_the_first_layer_of_a_generator(
 def test_many_images_use_the_implicit_gemm() -> None:
     made = plan.plan_forward(problem(DCGAN.with_batch(1000)), True, H200)
     assert made.family == "implicit_gemm"
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 3), (3, 5)], ids=str)
+def test_a_layer_that_also_has_stride1_leaves_two_kernels_for_other_maps(kernel: tuple[int, int]) -> None:
+    """All maps of one pixel have one kernel, so that the implicit GEMM has another one for aligned rows."""
+    layer = Geometry(4, 64, 96, 96, 96, kernel)
+    for batch in (1, 256, 257, 5000):
+        pixels = replace(layer, batch=batch, height=1, width=1)
+        assert plan.plan_forward(problem(pixels), True, H200).family == "gemm"
+    forward = make_problem(layer, torch.float16, "ieee", False, False, True)
+    ((posed, _),) = choose(forward, H200, 1)
+    assert posed.aligned
+    ((posed, _),) = choose(replace(forward, geometry=replace(layer, width=97)), H200, 1)
+    assert not posed.aligned
+    (posed, _), *_ = choose(as_forward(problem(layer)), H200, 1)
+    assert posed.aligned
+    assert posed.geometry.width % posed.row_multiple == 0
 
 
 @pytest.mark.parametrize(
