@@ -158,7 +158,7 @@ def _measured(
         return
     cores = (os.cpu_count() or 1) // options.part.count
     at_once = options.at_once or max(1, cores // CORES_OF_A_ROW)
-    yield from rows_by_turns(by_turns, setting, at_once, max(1, cores // (2 * at_once)), seconds_left)
+    yield from rows_by_turns(by_turns, setting, at_once, max(1, cores // at_once), seconds_left)
 
 
 def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class Turn:
     def _let_go(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what the allocator keeps for later, the other processes need now
         self.held_s += time.monotonic() - self._taken_at
         fcntl.flock(self._open, fcntl.LOCK_UN)
 

@@ -22,18 +22,18 @@ from tconv_swap.ways.search import Progress
 from tconv_swap.ways.way import PYTORCH, TODAY
 
 RUNTIME, LAYOUT = "best", "any"
-#: The largest networks come first, so that the last rows are short.
+#: Those measured at the same time share the GPU's memory, so a large network is followed by a small one.
 ORDER = (
-    "maskrcnn",
     "dpt",
+    "dcgan",
     "vitpose",
+    "vae",
+    "maskrcnn",
+    "pix2pix",
     "sam",
+    "unet",
     "simplebaseline",
     "cyclegan",
-    "unet",
-    "pix2pix",
-    "vae",
-    "dcgan",
 )
 PRECISIONS = ("fp16", "tf32")
 #: For each stage of a row: seconds for the samples of each way, and of the last comparison.

@@ -21,7 +21,7 @@ from tconv_swap.verification.judge import LayerJudge, first_line
 from tconv_swap.verification.layer_call import LayerCall, isolated, keeps_own_forward, own_class, weights
 from tconv_swap.verification.repeated import call_in_turn
 from tconv_swap.verification.report import Check
-from tconv_swap.verification.runs import normal
+from tconv_swap.verification.runs import eagerly, normal
 
 MAX_CALLS = 8
 MAX_EQUAL_CALLS = 2
@@ -92,7 +92,8 @@ class LayerChecks:
             vars(layer)["tconv_operands"] = self._recording(name, layer)
             recorded.append(layer)
         try:
-            yield
+            with eagerly():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -63,6 +63,20 @@ def other_ways(how: Pass) -> dict[str, Pass]:
     return ways
 
 
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside, code of `torch.compile` runs eagerly.
+
+    An observed run calls hooks. Dynamo would compile the network anew with the hooks in it, which takes long, and what
+    then ran would not be what was compiled before.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @dataclass
 class Outcome:
     """The results of one run: outputs, gradients by name (None: no gradient reached it), and the buffers that it

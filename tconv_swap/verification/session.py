@@ -277,6 +277,8 @@ class Session:
             watch = self.layers.watch_changed if how.changed else self.layers.watch_again
             with watch(standard.mode, way):
                 outcome = self.runner.run(self.swapped, standard.mode, how)
+            if how.changed:  # compiled and captured code has to read the changed weights too
+                outcome = self.runner.run(self.swapped, standard.mode, how)
             # These ways share their noise, so a widening counts for all of them; other weights have separate noise.
             noise = dict(standard.noise) if how.changed else standard.noise
             found[way] = replace(standard, how=how, original=original, truth=exact, noise=noise), outcome
