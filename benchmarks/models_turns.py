@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
@@ -40,16 +41,20 @@ Measure = Callable[[Case, Setting, Callable[[str], None]], Row]
 class Turn:
     """Inside, this process alone uses the GPU, except while PyTorch compiles: then another may.
 
-    The lock is on a file, so the system releases it however the process ends. ``held_s``: the seconds that it was held,
-    up to its last release.
+    The lock is on a file, so the system releases it however the process ends.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path = path
         self._device = device
         self._file: IO[bytes] | None = None
-        self._taken_at = 0.0
-        self.held_s = 0.0
+        self._taken_at: float | None = None
+        self._held_before_s = 0.0
+
+    @property
+    def held_s(self) -> float:
+        """Returns the seconds that it has been held until now."""
+        return self._held_before_s + (0.0 if self._taken_at is None else time.monotonic() - self._taken_at)
 
     def __enter__(self) -> Turn:
         from torch._dynamo.callback import callback_handler
@@ -87,7 +92,7 @@ class Turn:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # what the allocator keeps for later, the other processes need now
-        self.held_s += time.monotonic() - self._taken_at
+        self._held_before_s, self._taken_at = self.held_s, None
         fcntl.flock(self._open, fcntl.LOCK_UN)
 
     @property
@@ -180,7 +185,13 @@ def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
     def work(case: Case, announce: Callable[[str], None]) -> Row:
         begin = time.monotonic()
         with Turn(path, setting.device) as turn:
-            row = measure(case, setting, announce)
+
+            def show(step: str) -> None:
+                spent = f"{time.monotonic() - begin:.0f} s, {turn.held_s:.0f} s of them on the GPU"
+                print(f"{case} ({spent}): {step.partition(' (')[0]}", file=sys.stderr, flush=True)
+                announce(step)
+
+            row = measure(case, setting, show)
         return {**row, "seconds": {"gpu": turn.held_s, "whole": time.monotonic() - begin}}
 
     return work

@@ -2,13 +2,15 @@
 it has measured.
 
 It knows neither networks nor devices: `build` and `measure` are given. Every way is timed beside the reference, the way
-in which the network runs today, so that a drift of the machine affects both.
+in which the network runs today, for its speedup. Ways are compared with one another by their own times: the reference
+waits for the CPU more than a captured network does, so its time varies more, and their quotient would vary as much.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -219,10 +221,13 @@ class Search(Generic[_R]):
             return f"not tried: {graph.way} launches the same kernels in fewer calls"
         if not way.compiled:
             return ""
-        mine = [row.speedup for row in same if row.timing and row.way.layout == way.layout]
-        others = [row.speedup for row in same if row.timing and row.way.layout != way.layout]
-        if mine and others and max(others) > self.hopeless * max(mine):
-            return f"not tried: this layout is {max(others) / max(mine):.1f} times slower where nothing is compiled"
+        uncompiled = [
+            (row.way.layout, row.timing.median_ms) for row in same if row.timing and not row.way.compiled
+        ]
+        mine = min((ms for layout, ms in uncompiled if layout == way.layout), default=0.0)
+        others = min((ms for layout, ms in uncompiled if layout != way.layout), default=math.inf)
+        if mine > self.hopeless * others:
+            return f"not tried: this layout is {mine / others:.1f} times slower where nothing is compiled"
         return ""
 
 
@@ -232,12 +237,12 @@ def fastest_of(rows: Sequence[WayRow], *layers: str) -> WayRow | None:
     Among ways within `EQUAL_WITHIN` of the fastest, it is the first, which requires least.
     """
     found = [
-        row
+        (row, row.timing.median_ms)
         for row in rows
         if row.timing is not None and not row.failure and (not layers or row.way.layers in layers)
     ]
-    fastest = max((row.speedup for row in found), default=0.0)
-    return next((row for row in found if row.speedup >= (1 - EQUAL_WITHIN) * fastest), None)
+    fastest = min((ms for _, ms in found), default=0.0)
+    return next((row for row, ms in found if (1 - EQUAL_WITHIN) * ms <= fastest), None)
 
 
 def _reason(error: Exception) -> str:

@@ -125,6 +125,19 @@ class TestSearch:
         assert (best.way.name, best.speedup) == ("ours+channels_last", 2.5)
         assert theirs.way.name == "pytorch+graph"
 
+    def test_a_reference_that_varies_decides_nothing(self) -> None:
+        bench = Bench({"ours+graph": 20, "ours+channels_last+graph": 21})
+        measure = bench.measure
+
+        def slower_today(today: str, other: str) -> tuple[Timing, Timing]:
+            reference, timing = measure(today, other)
+            return (Timing.of([90.0] * 9), timing) if "channels_last" in other else (reference, timing)
+
+        bench.measure = slower_today  # type: ignore[method-assign]
+        best = run(bench).best()
+        assert best is not None
+        assert best.way.name == "ours+graph"
+
     def test_our_best_way_may_have_fused_layers(self) -> None:
         search = run(Bench({"pytorch+graph": 10, "ours": 30, "fused+graph": 20}))
         found = StageWays("step", search.rows)
@@ -163,6 +176,11 @@ class TestSearch:
         assert "2.2 times slower" in why_not(search, "ours+compile+graph")
         assert "ours+channels_last+compile+graph" in bench.built
         assert "pytorch+compile+graph" in bench.built  # PyTorch's layers are as fast in both
+
+    def test_a_layout_is_compared_where_nothing_is_compiled(self) -> None:
+        bench = Bench({"ours": 40, "ours+channels_last": 40, "ours+compile+graph": 20})
+        run(bench)
+        assert "ours+channels_last+compile+graph" in bench.built
 
     @pytest.mark.parametrize(("hopeless", "is_tried"), [(1.5, True), (1.2, False)])
     def test_the_factor_for_slow_layouts_can_be_set(self, hopeless: float, is_tried: bool) -> None:
