@@ -14,7 +14,7 @@ from tconv_swap.inputs import Inputs, model_device
 from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport, verify
 from tconv_swap.ways.run import Running, WayWarning
-from tconv_swap.ways.way import PYTORCH, Way, in_layout
+from tconv_swap.ways.way import PYTORCH, Way, in_layout, inputs_in_layout
 
 #: The tolerance between two layouts in float64: far above rounding, far below any other difference.
 LAYOUT_ATOL, LAYOUT_RTOL = 1e-9, 1e-6
@@ -40,7 +40,7 @@ def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int 
     if layout == "channels_last":
         laid_out = in_layout(deep_copy(today), layout)
         failures = _layout_failures(today, laid_out, inputs, mode, seed)
-        today, inputs = laid_out, inputs.to(memory_format=torch.channels_last)
+        today, inputs = laid_out, inputs_in_layout(inputs, layout)
     before = running.calls
     with warnings.catch_warnings():
         # Calls that the way was not built for run eagerly; they are verified too.

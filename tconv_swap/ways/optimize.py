@@ -15,6 +15,7 @@ from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, network_variant, sum_of_squares
 from tconv_swap.measurement.timing import Timing, time_interleaved
 from tconv_swap.memory import is_out_of_memory
+from tconv_swap.preparation import prepare
 from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.check import verify_way
@@ -26,9 +27,12 @@ from tconv_swap.ways.way import (
     FUSED,
     LAYERS,
     OURS,
+    PYTORCH,
     TODAY,
     Way,
     all_ways,
+    in_layout,
+    inputs_in_layout,
     parse_way,
     why_impossible,
     with_layers,
@@ -216,9 +220,12 @@ class WaySearch:
     def _build(self, way: Way) -> Running:
         network = deep_copy(self.model)
         network.zero_grad(set_to_none=True)
-        return build(
-            with_layers(network, way.layers), way, self.inputs, training=self.training, loss=self.loss
-        )
+        network = with_layers(network, way.layers)
+        if self.device.type == "cuda" and way.layers != PYTORCH.name and way.runtime == "eager":
+            # On all cores, before the first call compiles them one by one. The other runtimes run the same kernels.
+            laid_out = in_layout(network, way.layout).train(self.training)
+            prepare(laid_out, inputs_in_layout(self.inputs, way.layout), training=self.training)
+        return build(network, way, self.inputs, training=self.training, loss=self.loss)
 
     def _measure(self, today: Running, running: Running) -> tuple[Timing, Timing]:
         both = {"today": today, "way": running} if running is not today else {"today": today}

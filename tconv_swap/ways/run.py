@@ -14,7 +14,7 @@ from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, sum_of_squares
 from tconv_swap.preserving import preserved
 from tconv_swap.ways.capture import Captured, compiled_nodes, own_gradients
-from tconv_swap.ways.way import Way, in_layout
+from tconv_swap.ways.way import Way, in_layout, inputs_in_layout
 
 #: The number of versions of one piece of code that Dynamo keeps. The ways of one network are such versions. PyTorch's
 #: own limit is 8.
@@ -89,9 +89,7 @@ class Running(nn.Module):
         return self._laid_out(inputs)(self.network)
 
     def _laid_out(self, inputs: Inputs) -> Inputs:
-        if self.way.layout == "channels_last":
-            return inputs.to(memory_format=torch.channels_last)
-        return inputs
+        return inputs_in_layout(inputs, self.way.layout)
 
     def _circumstances(self, inputs: Inputs) -> dict[str, object]:
         """Returns everything that a compiled or captured call depends on, with readable names."""

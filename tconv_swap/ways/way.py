@@ -186,6 +186,11 @@ def in_layout(network: nn.Module, layout: Layout) -> nn.Module:
     return network
 
 
+def inputs_in_layout(inputs: Inputs, layout: Layout) -> Inputs:
+    """Returns the inputs in the layout."""
+    return inputs.to(memory_format=torch.channels_last) if layout == "channels_last" else inputs
+
+
 def with_layers(network: nn.Module, name: str) -> nn.Module:
     """Returns `network` itself with the layers of this name."""
     return next(layers for layers in LAYERS if layers.name == name).make(network)

@@ -13,10 +13,10 @@ from torch import nn
 
 import tconv_swap
 from tconv_swap.inputs import Inputs
-from tconv_swap.ways import capture, check, way
+from tconv_swap.ways import capture, check, optimize, way
 from tconv_swap.ways.capture import NotCapturableError, StaleGraphError
 from tconv_swap.ways.run import Running, WayWarning, build
-from tconv_swap.ways.way import Way
+from tconv_swap.ways.way import Way, parse_way
 
 
 @pytest.fixture
@@ -367,3 +367,21 @@ def test_calls_that_fit_give_no_warning(stand: Stand) -> None:
         warnings.simplefilter("error")
         for seed in range(3):
             running(images(seed=seed)).sum().backward()
+
+
+def test_a_search_compiles_the_kernels_of_our_layers_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[tuple[bool, bool, bool]] = []
+
+    def prepare(network: nn.Module, inputs: Inputs, *, training: bool) -> None:
+        (image,) = (tensor for _, tensor in inputs.named_tensors())
+        laid_out = image.is_contiguous(memory_format=torch.channels_last)
+        prepared.append((training, network.training, laid_out))
+
+    monkeypatch.setattr(optimize, "prepare", prepare)
+    for training in (True, False):
+        searched = optimize.WaySearch(generator(), images(), training=training)
+        searched.device = torch.device("cuda")
+        for name in ("pytorch", "ours", "fused+channels_last"):
+            searched.search.build(parse_way(name))
+        assert prepared == [(training, training, False), (training, training, True)]
+        prepared.clear()
