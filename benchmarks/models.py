@@ -46,7 +46,7 @@ BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile", RUNTIME)
 #: So many cores are needed for each network whose best ways are measured at the same time.
-CORES_OF_A_ROW = 3
+CORES_OF_A_ROW = 2
 #: The reasons why a row was not even started.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 

@@ -1,8 +1,8 @@
 """Measures the best ways of several networks at a time: each in a separate process, which take turns on the GPU.
 
-Most of the time of such a row is Dynamo and Inductor, which need no GPU. A process holds the GPU from its first tensor
-on, releases it while it compiles, and waits for its turn before the compiled code runs: cuDNN's search, captures and
-timings are alone on the GPU.
+Most of the time of such a row is Dynamo and Inductor, which need no GPU. A process loads its libraries, holds the GPU
+from then on, releases it while it compiles, and waits for its turn before the compiled code runs: cuDNN's search,
+captures and timings are alone on the GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from threading import Lock
 from typing import IO, Any
 
 import torch
+from torch import nn
 
 from benchmarks.measuring_process import MeasuringProcess, Work
 from benchmarks.models_row import Case, Setting
 from benchmarks.models_ways import measure_best
+from tconv_swap.runtime import host
 
 #: A row takes minutes; after this time the process counts as hung.
 SILENCE_SECONDS, START_SECONDS = 600.0, 240.0
@@ -184,6 +186,8 @@ def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
 
     def work(case: Case, announce: Callable[[str], None]) -> Row:
         begin = time.monotonic()
+        if setting.device.type == "cuda":
+            _load_libraries(setting.device)
         with Turn(path, setting.device) as turn:
 
             def show(step: str) -> None:
@@ -195,3 +199,16 @@ def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
         return {**row, "seconds": {"gpu": turn.held_s, "whole": time.monotonic() - begin}}
 
     return work
+
+
+def _load_libraries(device: torch.device) -> None:
+    """Loads what the first calls on a GPU load: CUDA's context, cuDNN, cuBLAS, Inductor, our host part. This takes many
+    seconds and hardly uses the GPU, so a process needs no turn for it."""
+    import torch._inductor.compile_fx
+
+    host.library()
+    layers = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 8)).to(device)
+    for dtype in (torch.float32, torch.float16):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            layers(torch.ones(8, 8, 8, 8, device=device)).sum().backward()
+    torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ from benchmarks.models_row import (
 from benchmarks.networks import NETWORKS
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import StageWays
-from tconv_swap.ways.search import Progress
+from tconv_swap.ways.search import NO_MEMORY, Progress
 from tconv_swap.ways.way import PYTORCH, TODAY
 
 RUNTIME, LAYOUT = "best", "any"
@@ -50,7 +50,7 @@ def measure_best(
 
     Raises:
         ValueError: a layer, or the network in each of our ways, computes something else, or there is not enough memory
-            to compare the best ways.
+            for a way or to compare the best ways.
         Exception: whatever the network raises in today's way.
     """
     network = NETWORKS[case.network]
@@ -70,6 +70,8 @@ def measure_best(
             found = searched.run(
                 ways, None, _progress(searched, announce), ours_verified=True, profiled=False
             )
+            if lacking := [row.way.name for row in found.rows if NO_MEMORY in (row.why_not or row.failure)]:
+                raise ValueError(f"{found.stage}: {NO_MEMORY} for {', '.join(lacking)}")
             if found.our_best is None:
                 raise ValueError(f"{found.stage}: none of our ways is right: {'; '.join(found.notes)}")
             if not found.finals:

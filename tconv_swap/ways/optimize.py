@@ -22,7 +22,7 @@ from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.profile import bound_of
 from tconv_swap.ways.report import StageWays, WaysReport, WayStage
 from tconv_swap.ways.run import Running, build
-from tconv_swap.ways.search import Progress, Search, WayRow
+from tconv_swap.ways.search import NO_MEMORY, Progress, Search, WayRow
 from tconv_swap.ways.way import (
     FUSED,
     LAYERS,
@@ -274,7 +274,7 @@ class WaySearch:
         if report is None:
             self.search.drop_others({TODAY, row.way})
             report = self._verified_in_memory(running)
-        return VerifyReport(failures=["not enough memory to verify it"]) if report is None else report
+        return VerifyReport(failures=[f"{NO_MEMORY} to verify it"]) if report is None else report
 
     def _verified_in_memory(self, running: Running) -> VerifyReport | None:
         """Returns the verification's report; None if there is too little memory for it: it makes copies in float64, and
@@ -298,7 +298,7 @@ class WaySearch:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self.search.notes.append("not enough memory to time the best ways side by side")
+            self.search.notes.append(f"{NO_MEMORY} to time the best ways side by side")
         running.clear()
         self.search.drop_others({TODAY, found.best})
         return {}

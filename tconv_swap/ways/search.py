@@ -34,6 +34,7 @@ FIRST_GUESS_S: dict[Runtime, float] = {"eager": 2.0, "graph": 4.0, "compile+grap
 EQUAL_WITHIN = 0.01
 NO_TIME = "no time left"
 INTERRUPTED = "interrupted"
+NO_MEMORY = "not enough memory"
 
 
 class Progress(Protocol):
@@ -247,5 +248,5 @@ def fastest_of(rows: Sequence[WayRow], *layers: str) -> WayRow | None:
 
 def _reason(error: Exception) -> str:
     if is_out_of_memory(error):
-        return "not enough memory"
+        return NO_MEMORY
     return f"{type(error).__name__}: {str(error).strip()}".strip().partition("\n")[0]

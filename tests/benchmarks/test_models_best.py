@@ -102,3 +102,18 @@ def test_the_next_step_is_announced() -> None:
     for begin in (0, forward):
         assert ", trying pytorch, " in heard[begin]
         assert any(", verifying ours" in text for text in heard[begin + ways :])
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_row_without_memory_for_a_way_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's memory is shared with other networks: the way might have been the fastest."""
+    build = optimize.build
+
+    def refusing(network: Any, way: way.Way, *arguments: Any, **options: Any) -> Any:
+        if way.name == "ours+channels_last":
+            raise torch.OutOfMemoryError
+        return build(network, way, *arguments, **options)
+
+    monkeypatch.setattr(optimize, "build", refusing)
+    with pytest.raises(ValueError, match=r"step: not enough memory for ours\+channels_last"):
+        models_ways.measure_best(Case("vae", "tf32", "any", "best"), CPU)
