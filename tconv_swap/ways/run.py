@@ -54,6 +54,7 @@ class Running(nn.Module):
         self.calls = 0
         self.built: Callable[[Inputs], Any] | None = None
         self._built_for: dict[str, object] = {}
+        self._built_modules: tuple[nn.Module, ...] = ()
         self.warned = False
 
     @property
@@ -95,17 +96,25 @@ class Running(nn.Module):
         """Returns everything that a compiled or captured call depends on, with readable names."""
         tensors = [tensor for _, tensor in inputs.named_tensors()]
         kinds = sorted({tensor.device.type for tensor in tensors})
+        # Walking through the network takes as long as a small network on a GPU. Children that are not those of before
+        # show in the second list.
+        modules = self._built_modules
         found: dict[str, object] = {
             "the inputs' shapes": [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors],
             "which inputs require gradients": [tensor.requires_grad for tensor in tensors],
             "arguments that are not tensors": inputs.map(_no_tensor),
             "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
             "whether gradients are wanted": torch.is_grad_enabled(),
-            "the network's modes": [module.training for module in self.network.modules()],
+            "the network's modes": [module.training for module in modules],
+            "the network's modules": [child for module in modules for child in module._modules.values()],
         }
         if self.way.runtime == "graph":  # a compiled graph has its own guards
-            held = (*self.network.parameters(), *self.network.buffers())
-            found["the addresses of the parameters"] = [tensor.data_ptr() for tensor in held]
+            found["the addresses of the parameters"] = [
+                None if tensor is None else tensor.data_ptr()
+                for module in modules
+                for held in (module._parameters, module._buffers)
+                for tensor in held.values()
+            ]
         return found
 
     def _warn(self, differing: list[str]) -> None:
@@ -121,6 +130,7 @@ class Running(nn.Module):
     def built_for(self, inputs: Inputs, build: Callable[[Inputs], Callable[[Inputs], Any]]) -> None:
         """Calls `build` with the inputs in the way's layout, and uses the function that it returns for calls like this
         one."""
+        self._built_modules = tuple(self.network.modules())
         self._built_for = self._circumstances(inputs)
         self.built = build(self._laid_out(inputs))
 

@@ -126,6 +126,21 @@ def test_moved_parameters_run_eagerly(stand: Stand) -> None:
     assert torch.equal(moved, network(images()))
 
 
+def test_a_network_with_another_module_runs_eagerly(stand: Stand) -> None:
+    """The graph computes what was there, whose parameters still lie where they lay."""
+    network = generator()
+    running = captured(network, training=False)
+    # No parameters, so no address changes.
+    place = next(
+        name for name, child in network.named_children() if not [*child.parameters(), *child.buffers()]
+    )
+    setattr(network, place, nn.Tanh())
+    with pytest.warns(WayWarning, match="the network's modules"):
+        found = running(images())
+    assert (running.calls, stand.replays) == (0, 0)
+    assert torch.equal(found, network(images()))
+
+
 def test_arguments_and_outputs_of_any_structure(stand: Stand) -> None:
     network = Named()
     running = captured(network, image=images(), scale=2.0)
