@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from tconv_swap.layer import SWAPPED, Plain, Swapped, has_own_forward, original_class, plain_class
@@ -28,11 +29,19 @@ _PIECE_ELEMENTS = 1 << 25
 
 def layer_roundoff(layer: nn.Module, output: Tensor) -> float:
     """Returns the largest error, relative to its terms, with which this layer computes an element of its output; of
-    a norm, that of its last rounding."""
-    if not isinstance(layer, nn.ConvTranspose2d | nn.ConvTranspose1d):
-        return compare.roundoff(output.dtype, output.device)
+    a layer that sums no products, that of its last rounding."""
+    unit = compare.roundoff(output.dtype, output.device)
+    if isinstance(layer, nn.Linear):
+        return accumulated(unit, layer.in_features, output.dtype)
+    if not isinstance(layer, _ConvNd):
+        return unit
     terms = layer.in_channels // layer.groups * math.prod(layer.kernel_size)
-    return accumulated(compare.roundoff(output.dtype, output.device), terms, output.dtype)
+    return accumulated(unit, terms, output.dtype)
+
+
+def sum_roundoff(terms: int, dtype: torch.dtype) -> float:
+    """Returns the error of a mean of so many elements, relative to their size."""
+    return accumulated(0.0, terms, dtype)
 
 
 def accumulated(unit: float, terms: int, dtype: torch.dtype) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 _Generators = dict[torch.device, torch.Generator]
 
@@ -39,11 +40,19 @@ def _with_rounding(value: Tensor, amplitude: float, draw: Callable[[Tensor], Ten
 
 @contextmanager
 def with_rounding(
-    module: nn.Module, layers: list[str], amplitude: Callable[[nn.Module, Tensor], float], seed: int
+    module: nn.Module,
+    layers: list[str],
+    amplitude: Callable[[nn.Module, Tensor], float],
+    seed: int,
+    mean_amplitude: Callable[[int, torch.dtype], float] | None = None,
 ) -> Iterator[None]:
     """Changes the outputs of the named layers, and the gradients that reach them, by as much as rounding may.
 
     The network's results then show how much the network itself amplifies rounding in these layers.
+
+    Args:
+        mean_amplitude: the error of a mean of so many elements, relative to their size; the running means of norms are
+            changed by it. None: they are not.
     """
     modules = dict(module.named_modules())
     generators: _Generators = {}
@@ -58,6 +67,8 @@ def with_rounding(
     def hook(layer: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
             return output
+        if mean_amplitude is not None and isinstance(layer, _NormBase) and layer.training:
+            _jitter_running_mean(layer, args[0].detach(), mean_amplitude, draw)
         return _Jitter.apply(output, amplitude(layer, output), draw)  # type: ignore[no-untyped-call]
 
     handles = [modules[n].register_forward_hook(hook, prepend=True) for n in layers if n in modules]
@@ -66,3 +77,21 @@ def with_rounding(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _jitter_running_mean(
+    norm: _NormBase,
+    input: Tensor,
+    amplitude: Callable[[int, torch.dtype], float],
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    """Changes the running mean as another order of the sum may: relative to the elements, which may cancel."""
+    mean = norm.running_mean
+    if mean is None or not input.numel():
+        return
+    channels = input.transpose(0, 1).reshape(mean.numel(), -1) if input.dim() != 1 else input
+    elements = channels.float().square().mean(1).sqrt().to(mean.dtype)
+    assert norm.num_batches_tracked is not None
+    share = 1 / int(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    # Through `data`: a backward pass has saved the mean, but does not use it in train mode.
+    mean.data += share * amplitude(channels.shape[1], input.dtype) * elements * draw(elements)

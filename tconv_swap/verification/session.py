@@ -19,7 +19,7 @@ from tconv_swap.verification import compare
 from tconv_swap.verification.blocks import BlockChecks, fused_modules
 from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.judge import LayerJudge, first_line
-from tconv_swap.verification.layer_call import layer_roundoff
+from tconv_swap.verification.layer_call import layer_roundoff, sum_roundoff
 from tconv_swap.verification.layers import LayerChecks, swapped_layers
 from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
 from tconv_swap.verification.network import Standard
@@ -70,11 +70,13 @@ class Session:
         backward: bool,
         under: str = "",
         require_layouts: bool = True,
+        is_compiled: bool = False,
     ) -> None:
         """
         Args:
             under: what the report appends to the name of a mode.
             require_layouts: whether an output with another memory layout than the original's is wrong.
+            is_compiled: whether the swapped network is compiled, so that any of its operators may round differently.
         """
         self.report = report
         self.original = original
@@ -88,6 +90,7 @@ class Session:
         self.blocks = BlockChecks(swapped.module, backward, tolerance)
         self.under = under
         self.require_layouts = require_layouts
+        self.is_compiled = is_compiled
         self.float64: Subject | None = None
         self.no_float64 = "as requested" if reference == "original" else ""
         self.why_original: dict[str, str] = {}
@@ -210,8 +213,12 @@ class Session:
         def amplitude(layer: nn.Module, output: Tensor) -> float:
             return ADDED_ROUNDING * layer_roundoff(layer, output)
 
+        network, seed = self.original.module, self.runner.seed + index
+        if self.is_compiled:
+            names = [name for name, module in network.named_modules() if not any(module.children())]
+            return with_rounding(network, names, amplitude, seed, sum_roundoff)
         names = [*swapped_layers(self.swapped.module), *fused_modules(self.swapped.module)]
-        return with_rounding(self.original.module, names, amplitude, self.runner.seed + index)
+        return with_rounding(network, names, amplitude, seed)
 
     def _compare(self, standard: Standard) -> bool:
         """Runs the swapped network and keeps the faults; returns whether there are none."""
@@ -276,9 +283,9 @@ class Session:
                 continue
             watch = self.layers.watch_changed if how.changed else self.layers.watch_again
             with watch(standard.mode, way):
-                outcome = self.runner.run(self.swapped, standard.mode, how)
-            if how.changed:  # compiled and captured code has to read the changed weights too
-                outcome = self.runner.run(self.swapped, standard.mode, how)
+                self.runner.run(self.swapped, standard.mode, how)
+            # Compiled code does not run while the layers are watched.
+            outcome = self.runner.run(self.swapped, standard.mode, how)
             # These ways share their noise, so a widening counts for all of them; other weights have separate noise.
             noise = dict(standard.noise) if how.changed else standard.noise
             found[way] = replace(standard, how=how, original=original, truth=exact, noise=noise), outcome

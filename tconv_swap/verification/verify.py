@@ -46,6 +46,7 @@ def verify(
     seed: int = 0,
     require_swapped: bool = True,
     require_layouts: bool = True,
+    is_compiled: bool = False,
 ) -> VerifyReport:
     """Compares outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
@@ -70,6 +71,8 @@ def verify(
         require_swapped: whether it is a failure that `swapped` has no layer of ours; False allows the original, run in
             another way.
         require_layouts: whether it is a failure that an output has another memory format than the original's.
+        is_compiled: whether `swapped` is compiled. A compiler may round every operator differently, not only our
+            layers: while a result is in doubt, runs of the original with rounding added everywhere show what that does.
 
     Raises:
         TypeError: `Inputs.of` does not accept `inputs`.
@@ -122,7 +125,16 @@ def verify(
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
                 found = VerifyReport()
                 session = Session(
-                    found, before, after, runner, tolerance, reference, backward, under, require_layouts
+                    found,
+                    before,
+                    after,
+                    runner,
+                    tolerance,
+                    reference,
+                    backward,
+                    under,
+                    require_layouts,
+                    is_compiled,
                 )
                 verified = session.run(modes)
             _record_tried(found, session, verified, under)

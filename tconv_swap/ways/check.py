@@ -46,7 +46,14 @@ def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int 
         # Calls that the way was not built for run eagerly; they are verified too.
         warnings.simplefilter("ignore", WayWarning)
         report = verify(
-            today, running, inputs, modes=(mode,), backward=backward, seed=seed, require_swapped=False
+            today,
+            running,
+            inputs,
+            modes=(mode,),
+            backward=backward,
+            seed=seed,
+            require_swapped=False,
+            is_compiled=running.way.compiled,
         )
     running.warned = False
     if running.calls == before:

@@ -73,6 +73,10 @@ class Running(nn.Module):
         inputs = Inputs(args, kwargs)
         if self.for_training:
             return self._run(inputs)
+        if self.way.compiled and torch.is_inference_mode_enabled():
+            # What was compiled without gradients would be compiled anew for inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._run(inputs.map(_not_for_inference))
         with torch.no_grad():
             return self._run(inputs)
 
@@ -197,6 +201,10 @@ def build(
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _not_for_inference(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _no_tensor(_: Tensor) -> None:

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tconv_swap import swap_layers, verify
+from tconv_swap.inputs import Inputs
 from tconv_swap.verification.runs import CHANGED
+from tconv_swap.ways.check import verify_way
+from tconv_swap.ways.run import Running, build
+from tconv_swap.ways.way import Way
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +43,8 @@ def test_hooks_are_not_compiled() -> None:
     swapped.compile(backend=backend)
     report = verify(original, swapped, x)
     assert report.passed, report
-    # eval and train mode, with gradients of parameters and inputs and without any
-    assert 0 < len(graphs) <= 4
+    # In each mode: with gradients of the inputs, of the parameters only, with none, and in inference mode.
+    assert 0 < len(graphs) <= 2 * 4
     assert not counters["graph_break"]
     assert {check.name for check in report.checks if check.kind == "layer_output"} == {"0", "2"}
 
@@ -64,3 +68,75 @@ def test_compiled_code_that_keeps_old_weights_fails() -> None:
     report = verify(original, swapped, x, modes=("eval",), backward=False)
     assert not report.passed
     assert any(CHANGED in failure for failure in report.failures), report
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_code_is_what_is_verified(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, swapped, x = networks()
+    factor = 1.0
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        def run(*given: Tensor) -> object:
+            return [factor * value for value in graph.forward(*given)]
+
+        return run
+
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda network, **_: compile(network, backend=backend, dynamic=False)
+    )
+    inputs = Inputs.of(x)
+    running = build(swapped, Way("ours", runtime="compile"), inputs, training=training)
+    report = verify_way(original, running, inputs)
+    assert report.passed, report
+    factor = 1.5
+    assert not verify_way(original, running, inputs).passed
+
+
+def with_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.ConvTranspose2d(3, 8, 4, 2, 1),
+        nn.BatchNorm2d(8),
+        nn.LeakyReLU(0.2),
+        nn.ConvTranspose2d(8, 2, 4, 2, 1),
+    )
+
+
+def _other_momentum(network: nn.Sequential) -> None:
+    network[1].momentum = 0.1001
+
+
+def _other_slope(network: nn.Sequential) -> None:
+    network[2].negative_slope = 0.2002
+
+
+def _other_eps(network: nn.Sequential) -> None:
+    network[1].eps = 1e-4
+
+
+def _other_padding(network: nn.Sequential) -> None:
+    network[3].forward = lambda x: nn.functional.conv_transpose2d(  # type: ignore[method-assign]
+        x, network[3].weight, None, 2, 1
+    )
+
+
+def _nothing(network: nn.Sequential) -> None:
+    pass
+
+
+@pytest.mark.parametrize("change", [_nothing, _other_momentum, _other_slope, _other_eps, _other_padding])
+def test_what_rounding_everywhere_does_not_explain_fails(change: Callable[[nn.Sequential], None]) -> None:
+    """Compiled code may round every operator differently; a wrong constant is no rounding."""
+    original, x = with_norm(), torch.randn(4, 3, 9, 8)
+    swapped = swap_layers(copy.deepcopy(original))
+    wrong = copy.copy(swapped)
+    wrong._modules = {
+        name: copy.copy(child) for name, child in swapped.named_children()
+    }  # the tensors are shared
+    change(wrong)  # type: ignore[arg-type]
+    inputs = Inputs.of(x)
+    running = Running(swapped, Way("ours", runtime="compile"), for_training=True).train()
+    wrong.train()
+    running.built_for(inputs, lambda _: lambda given: given(wrong))
+    assert verify_way(original, running, inputs).passed == (change is _nothing)

@@ -400,3 +400,26 @@ def test_a_search_compiles_the_kernels_of_our_layers_before_they_run(monkeypatch
             searched.search.build(parse_way(name))
         assert prepared == [(training, training, False), (training, training, True)]
         prepared.clear()
+
+
+def test_inference_mode_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile, graphs = torch.compile, []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        torch, "compile", lambda network, **_: compile(network, backend=backend, dynamic=False)
+    )
+    network = generator().eval()
+    running = build(network, Way("pytorch", runtime="compile"), Inputs.of(images()), training=False)
+    before = len(graphs)
+    assert before > 0
+    with torch.inference_mode():
+        here = running(images())
+        again = running(images().mul(1))
+    assert len(graphs) == before
+    assert running.calls == 2
+    assert torch.equal(here, network(images()))
+    assert torch.equal(again, here)
