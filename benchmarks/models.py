@@ -45,8 +45,9 @@ from tconv_swap.runtime.cache import write_atomically
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile", RUNTIME)
-#: So many cores are needed for each network whose best ways are measured at the same time.
-CORES_OF_A_ROW = 2
+#: The cores for each network whose best ways are measured at the same time: one for its process, the others for
+#: Inductor's threads. With fewer, launches of the network that is being timed would wait for a core.
+CORES_OF_A_ROW = 3
 #: The reasons why a row was not even started.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 
@@ -158,7 +159,7 @@ def _measured(
         return
     cores = (os.cpu_count() or 1) // options.part.count
     at_once = options.at_once or max(1, cores // CORES_OF_A_ROW)
-    yield from rows_by_turns(by_turns, setting, at_once, max(1, cores // at_once), seconds_left)
+    yield from rows_by_turns(by_turns, setting, at_once, max(1, cores // at_once - 1), seconds_left)
 
 
 def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
