@@ -67,7 +67,7 @@ def with_rounding(
     def hook(layer: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
             return output
-        if mean_amplitude is not None and isinstance(layer, _NormBase) and layer.training:
+        if mean_amplitude is not None and isinstance(layer, _NormBase) and layer.training and args:
             _jitter_running_mean(layer, args[0].detach(), mean_amplitude, draw)
         return _Jitter.apply(output, amplitude(layer, output), draw)  # type: ignore[no-untyped-call]
 
@@ -91,7 +91,7 @@ def _jitter_running_mean(
         return
     channels = input.transpose(0, 1).reshape(mean.numel(), -1) if input.dim() != 1 else input
     elements = channels.float().square().mean(1).sqrt().to(mean.dtype)
-    assert norm.num_batches_tracked is not None
-    share = 1 / int(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    batches = norm.num_batches_tracked
+    share = norm.momentum if norm.momentum is not None else 1 / int(batches) if batches is not None else 0.0
     # Through `data`: a backward pass has saved the mean, but does not use it in train mode.
     mean.data += share * amplitude(channels.shape[1], input.dtype) * elements * draw(elements)

@@ -63,6 +63,11 @@ def other_ways(how: Pass) -> dict[str, Pass]:
     return ways
 
 
+def may_be_compiled() -> bool:
+    """Returns whether `torch.compile` was used in this process; importing it takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Inside, code of `torch.compile` runs eagerly.
@@ -70,7 +75,7 @@ def eagerly() -> Iterator[None]:
     An observed run calls hooks. Dynamo would compile the network anew with the hooks in it, which takes long, and what
     then ran would not be what was compiled before.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+    if not may_be_compiled():
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -33,6 +33,7 @@ from tconv_swap.verification.runs import (
     Pass,
     Runner,
     Subject,
+    may_be_compiled,
     other_ways,
 )
 from tconv_swap.verification.trace import Trace
@@ -224,8 +225,8 @@ class Session:
         """Runs the swapped network and keeps the faults; returns whether there are none."""
         mode, report = standard.mode, self.report
         try:
-            with self.layers.watch(mode), self.blocks.watch(mode):
-                watched = self.runner.run(self.swapped, mode, standard.how)
+            with self.blocks.watch(mode):
+                watched = self._run_observed(self.layers.watch(mode), mode, standard.how)
             outcome = self.runner.run(self.swapped, mode, standard.how)
             others = self._other_ways(standard)
         except Exception as error:  # a broken layer may raise anything
@@ -264,6 +265,13 @@ class Session:
         report.failures += structure
         return not structure and layers_agree and all(check.passed for check in checks)
 
+    def _run_observed(self, observed: AbstractContextManager[None], mode: str, how: Pass) -> Outcome:
+        """Runs the swapped network while its layers are observed. Compiled code does not run meanwhile, so where there
+        may be any, the outcome is that of another run."""
+        with observed:
+            outcome = self.runner.run(self.swapped, mode, how)
+        return self.runner.run(self.swapped, mode, how) if may_be_compiled() else outcome
+
     def _other_ways(self, standard: Standard) -> dict[str, tuple[Standard, Outcome]]:
         """Runs the swapped network in the other ways; returns the outcomes, each with the standard that it is judged
         by."""
@@ -282,10 +290,7 @@ class Session:
             if how.changed and not original.has_numbers():
                 continue
             watch = self.layers.watch_changed if how.changed else self.layers.watch_again
-            with watch(standard.mode, way):
-                self.runner.run(self.swapped, standard.mode, how)
-            # Compiled code does not run while the layers are watched.
-            outcome = self.runner.run(self.swapped, standard.mode, how)
+            outcome = self._run_observed(watch(standard.mode, way), standard.mode, how)
             # These ways share their noise, so a widening counts for all of them; other weights have separate noise.
             noise = dict(standard.noise) if how.changed else standard.noise
             found[way] = replace(standard, how=how, original=original, truth=exact, noise=noise), outcome
