@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 _Generators = dict[torch.device, torch.Generator]
 
@@ -89,7 +90,8 @@ def _jitter_running_mean(
     mean = norm.running_mean
     if mean is None or not input.numel():
         return
-    channels = input.transpose(0, 1).reshape(mean.numel(), -1) if input.dim() != 1 else input
+    is_one = isinstance(norm, _InstanceNorm) and input.dim() == norm._get_no_batch_dim()
+    channels = input.transpose(0, 0 if is_one else 1).reshape(mean.numel(), -1)
     elements = channels.float().square().mean(1).sqrt().to(mean.dtype)
     batches = norm.num_batches_tracked
     share = norm.momentum if norm.momentum is not None else 1 / int(batches) if batches is not None else 0.0

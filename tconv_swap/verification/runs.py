@@ -64,7 +64,7 @@ def other_ways(how: Pass) -> dict[str, Pass]:
 
 
 def may_be_compiled() -> bool:
-    """Returns whether `torch.compile` was used in this process; importing it takes seconds."""
+    """Returns whether this process may have used `torch.compile`: whether its compiler is imported."""
     return "torch._dynamo" in sys.modules
 
 

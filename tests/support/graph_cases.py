@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tconv_swap.inputs import Inputs
+from tconv_swap.ways.run import Running, build
+from tconv_swap.ways.way import Way
+
 
 def generator() -> nn.Sequential:
     """Returns a generator with every kind of state: BatchNorm, dropout."""
@@ -126,3 +130,9 @@ class Stand:
                 return tuple(static if static is None else static.detach() for static in static_gradients)
 
         return lambda *arguments: Graphed.apply(*arguments, *parameters)
+
+
+def captured(network: nn.Module, training: bool = True, **arguments: Any) -> Running:
+    """Returns a network captured in CUDA graphs, for `images()` or these keyword arguments."""
+    inputs = Inputs((), arguments) if arguments else Inputs.of(images())
+    return build(network, Way("pytorch", runtime="graph"), inputs, training=training)

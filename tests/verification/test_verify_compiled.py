@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 from tconv_swap import swap_layers, verify
 from tconv_swap.inputs import Inputs
+from tconv_swap.verification.layer_call import sum_roundoff
+from tconv_swap.verification.noise import with_rounding
 from tconv_swap.verification.runs import CHANGED
 from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.run import Running, build
@@ -140,3 +142,71 @@ def test_what_rounding_everywhere_does_not_explain_fails(change: Callable[[nn.Se
     wrong.train()
     running.built_for(inputs, lambda _: lambda given: given(wrong))
     assert verify_way(original, running, inputs).passed == (change is _nothing)
+
+
+class MeanInAnotherOrder(nn.Module):
+    """Its running mean is off by `factor` times what another order of the sum may change."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.factor = nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.BatchNorm2d(6), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x)
+        output: Tensor = self.norm(y)
+        mean, share = self.norm.running_mean, self.norm.momentum
+        assert mean is not None
+        assert share is not None
+        if self.training:
+            size = y.detach().square().mean((0, 2, 3)).sqrt()
+            mean += self.factor * share * sum_roundoff(y.numel() // 6, y.dtype) * size
+        return output
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_compiled", "passes"), [(0.5, True, True), (0.5, False, False), (20, True, False)]
+)
+def test_only_a_compiler_may_add_up_a_mean_in_another_order(
+    factor: float, is_compiled: bool, passes: bool
+) -> None:
+    report = verify(
+        MeanInAnotherOrder(0),
+        MeanInAnotherOrder(factor),
+        torch.randn(2, 4, 20, 20, generator=torch.Generator().manual_seed(0)),
+        modes=("train",),
+        require_swapped=False,
+        is_compiled=is_compiled,
+    )
+    assert report.passed == passes, report
+    assert all("running_mean" in failure for failure in report.failures)
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "elements"),
+    [
+        (nn.BatchNorm2d(3), (2, 3, 8, 8), 128),
+        (nn.BatchNorm1d(3), (4, 3), 4),
+        (nn.InstanceNorm2d(3, track_running_stats=True), (2, 3, 8, 8), 128),
+        (nn.InstanceNorm2d(3, track_running_stats=True), (3, 8, 8), 64),
+        (nn.InstanceNorm1d(3, track_running_stats=True), (3, 8), 8),
+    ],
+)
+def test_a_mean_is_of_the_elements_of_its_channel(
+    norm: nn.BatchNorm1d, shape: tuple[int, ...], elements: int
+) -> None:
+    seen = []
+
+    def amplitude(terms: int, _: torch.dtype) -> float:
+        seen.append(terms)
+        return 1.0
+
+    x = torch.randn(shape)
+    only_the_first = torch.tensor([1.0, 0.0, 0.0]).view(3, *[1] * (len(shape) - 1 - shape.index(3)))
+    with with_rounding(norm.train(), [""], lambda *_: 0.0, seed=0, mean_amplitude=amplitude):
+        norm(x * only_the_first)
+    assert seen == [elements]
+    mean = norm.running_mean
+    assert mean is not None
+    assert mean[0] != 0
+    assert mean[1:].tolist() == [0, 0]

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from graph_cases import Named, Stand, generator, images, trained
+from graph_cases import Named, Stand, captured, generator, images, trained
 from torch import nn
 
 import tconv_swap
 from tconv_swap.inputs import Inputs
 from tconv_swap.ways import capture, check, optimize, way
 from tconv_swap.ways.capture import NotCapturableError, StaleGraphError
-from tconv_swap.ways.run import Running, WayWarning, build
+from tconv_swap.ways.run import WayWarning, build
 from tconv_swap.ways.way import Way, parse_way
-
-
-@pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
-    found = Stand()
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", found)
-    monkeypatch.setattr(way, "GRAPH_DEVICES", ("cpu", "cuda"))
-    return found
-
-
-def captured(network: nn.Module, training: bool = True, **arguments: Any) -> Running:
-    inputs = Inputs((), arguments) if arguments else Inputs.of(images())
-    return build(network, Way("pytorch", runtime="graph"), inputs, training=training)
 
 
 def state(network: nn.Module) -> list[Any]:
@@ -227,100 +213,6 @@ def test_every_way_of_the_cpu_is_tried_and_the_choice_is_verified() -> None:
     assert run.network is model is not network
     torch.testing.assert_close(run(images()), network(images()).detach(), rtol=1e-4, atol=1e-5)
     assert f"* forward  {stage.best.name} " in str(report)
-
-
-class TestVerification:
-    def test_the_captured_way_is_what_is_compared(self, stand: Stand) -> None:
-        network = generator()
-        running = captured(network)
-        report = check.verify_way(generator(), running, Inputs.of(images()))
-        assert report.passed, report.failures
-        assert stand.replays > 0
-        assert {c.kind for c in report.checks} >= {"output", "grad_parameter", "buffer"}
-        with pytest.warns(WayWarning):  # the verification used none of them up
-            running(images(1, 4, 5, 6))
-
-    @pytest.mark.parametrize("training", [False, True])
-    def test_a_wrong_replay_is_found(self, stand: Stand, training: bool) -> None:
-        running = captured(generator(), training=training)
-        replay = running.built
-        assert replay is not None
-        running.built = lambda inputs: replay(inputs) * 1.001
-        assert not check.verify_way(generator(), running, Inputs.of(images())).passed
-
-    def test_a_buffer_that_a_replay_forgets_is_found(self, stand: Stand) -> None:
-        """A network that replaces a buffer instead of writing to it: the graph writes somewhere else."""
-        network = generator()
-        running = captured(network)
-        replay = running.built
-        assert replay is not None
-
-        def forgetful(inputs: Inputs) -> Any:
-            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-            output = replay(inputs)
-            for name, buffer in network.named_buffers():
-                buffer.data.copy_(before[name])  # behind autograd's back, as a replay does
-            return output
-
-        running.built = forgetful
-        failures = check.verify_way(generator(), running, Inputs.of(images())).failures
-        assert any("running_mean" in line for line in failures)
-
-    def test_a_way_that_never_ran_is_not_verified(self, stand: Stand) -> None:
-        running = captured(generator())
-        report = check.verify_way(generator(), running, Inputs.of(images(1, 4, 3, 3)))
-        assert not report.passed
-        assert "no call of the verification ran in the way" in report.failures[0]
-
-    def test_layouts_are_compared_in_float64(self) -> None:
-        class Careless(nn.Module):
-            """Reads memory as if it lay in NCHW."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.up = nn.ConvTranspose2d(4, 3, 2, 2)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                y = self.up(x)
-                return y.as_strided(y.shape, torch.empty(y.shape).stride())
-
-        torch.manual_seed(0)
-        network = Careless()
-        running = build(
-            copy.deepcopy(network), Way("pytorch", "channels_last"), Inputs.of(images()), training=False
-        )
-        failures = check.verify_way(network, running, Inputs.of(images())).failures
-        assert failures
-        assert all(line.startswith("in channels_last it is another network") for line in failures)
-
-    def test_dropout_in_channels_last_draws_another_mask_and_is_verified(self) -> None:
-        class Functional(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.up = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.Dropout(0.5))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return nn.functional.dropout(self.up(x), 0.25, self.training)
-
-        for network in (generator(), Functional()):
-            inputs = Inputs.of(images())
-            running = build(copy.deepcopy(network), Way("pytorch", "channels_last"), inputs, training=True)
-            report = check.verify_way(network, running, inputs)
-            assert report.passed, report.failures
-
-    def test_batch_norm_in_channels_last_may_round_as_pytorch_does_there(self) -> None:
-        torch.manual_seed(0)
-        network = nn.Sequential(
-            nn.ConvTranspose2d(8, 16, 4, 2, 1),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.ConvTranspose2d(16, 3, 4, 2, 1),
-        )
-        inputs = Inputs.of(images(2, 8, 16, 16))
-        swapped = tconv_swap.swap_layers(copy.deepcopy(network))
-        running = build(swapped, Way("ours", "channels_last"), inputs, training=True)
-        report = check.verify_way(network, running, inputs)
-        assert report.passed, report.failures
 
 
 def test_a_network_that_waits_is_refused_before_the_capture(
