@@ -2,7 +2,8 @@
 
 Most of the time of such a row is Dynamo and Inductor, which need no GPU. A process loads its libraries, holds the GPU
 from then on, releases it while it compiles, and waits for its turn before the compiled code runs: cuDNN's search,
-captures and timings are alone on the GPU.
+captures and timings are alone on the GPU. While the times of a row are measured, the other processes are stopped: with
+compilers on all cores, a training step that waits for the CPU takes a third longer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ from torch import nn
 from benchmarks.measuring_process import MeasuringProcess, Work
 from benchmarks.models_row import Case, Setting
 from benchmarks.models_ways import measure_best
+from benchmarks.stopped_processes import continue_descendants, others_stopped
 from tconv_swap.runtime import host
 
 #: A row takes minutes; after this time the process counts as hung.
@@ -36,8 +38,9 @@ GRACE_SECONDS = 60.0
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 Row = dict[str, Any]
-#: Measures a case in a setting; the third argument is called with the next step.
-Measure = Callable[[Case, Setting, Callable[[str], None]], Row]
+#: Measures a case in a setting; the third argument is called with the next step, and what is timed for the row runs
+#: inside the fourth.
+Measure = Callable[[Case, Setting, Callable[[str], None], Callable[[], AbstractContextManager[None]]], Row]
 
 
 class Turn:
@@ -148,6 +151,7 @@ def rows_by_turns(
                 with starting:
                     process.stop()
                     processes.discard(process)
+                    continue_descendants()
 
         pool = ThreadPoolExecutor(at_once)
         waiting: dict[Future[Row], Case] = {pool.submit(row_of, case): case for case in cases}
@@ -195,7 +199,7 @@ def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
                 print(f"{case} ({spent}): {step.partition(' (')[0]}", file=sys.stderr, flush=True)
                 announce(step)
 
-            row = measure(case, setting, show)
+            row = measure(case, setting, show, others_stopped)
         return {**row, "seconds": {"gpu": turn.held_s, "whole": time.monotonic() - begin}}
 
     return work

@@ -4,6 +4,7 @@ ours."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from benchmarks.models_row import (
@@ -19,7 +20,7 @@ from benchmarks.networks import NETWORKS
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import StageWays
 from tconv_swap.ways.search import NO_MEMORY, Progress
-from tconv_swap.ways.way import PYTORCH, TODAY
+from tconv_swap.ways.way import FUSED, OURS, PYTORCH, TODAY
 
 RUNTIME, LAYOUT = "best", "any"
 #: Those measured at the same time share the GPU's memory, so a large network is followed by a small one.
@@ -43,10 +44,14 @@ HOPELESS = 1.2
 
 
 def measure_best(
-    case: Case, setting: Setting, announce: Callable[[str], None] | None = None
+    case: Case,
+    setting: Setting,
+    announce: Callable[[str], None] | None = None,
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
     """Returns both stages: every way, and today's, PyTorch's best and ours timed in one run. Our best way is verified
-    as `tconv_swap.optimize` verifies the fastest. ``announce`` is called with the next step.
+    as `tconv_swap.optimize` verifies the fastest. ``announce`` is called with the next step. The last timing, whose
+    times are the row's, runs inside ``alone``.
 
     Raises:
         ValueError: a layer, or the network in each of our ways, computes something else, or there is not enough memory
@@ -67,13 +72,15 @@ def measure_best(
             )
             ways = [way for way in searched.chosen_from(None) if not (network.no_compile and way.compiled)]
             searched.search.hopeless = HOPELESS
-            found = searched.run(
-                ways, None, _progress(searched, announce), ours_verified=True, profiled=False
+            found = searched.fastest(
+                ways, None, _progress(searched, announce), layers=(OURS.name, FUSED.name)
             )
             if lacking := [row.way.name for row in found.rows if NO_MEMORY in (row.why_not or row.failure)]:
                 raise ValueError(f"{found.stage}: {NO_MEMORY} for {', '.join(lacking)}")
             if found.our_best is None:
                 raise ValueError(f"{found.stage}: none of our ways is right: {'; '.join(found.notes)}")
+            with alone():
+                searched.compare(found)
             if not found.finals:
                 raise ValueError(f"{found.stage}: {'; '.join(found.notes)}")
             stages.append(_stage(found))

@@ -24,9 +24,7 @@ from tconv_swap.ways.report import StageWays, WaysReport, WayStage
 from tconv_swap.ways.run import Running, build
 from tconv_swap.ways.search import NO_MEMORY, Progress, Search, WayRow
 from tconv_swap.ways.way import (
-    FUSED,
     LAYERS,
-    OURS,
     PYTORCH,
     TODAY,
     Way,
@@ -187,35 +185,46 @@ class WaySearch:
         seconds: float | None,
         progress: Progress | None = None,
         wanted: Way | None = None,
-        *,
-        ours_verified: bool = False,
-        profiled: bool = True,
     ) -> StageWays:
         """Times the ways, verifies the fastest, times it again beside today's and the best with each kind of layers,
         and profiles it.
 
-        `wanted` is chosen however slow it is, if it can be built and computes the same. If `ours_verified`, the fastest
-        with our layers is verified even if PyTorch's are faster. If not `profiled`, the result does not say what bounds
-        it.
+        `wanted` is chosen however slow it is, if it can be built and computes the same.
         """
+        found = self.fastest(ways, seconds, progress, wanted)
+        if progress is not None:
+            progress("timing the best ways side by side")
+        self.compare(found)
+        times = {name: timing.median_ms for name, timing in found.finals.items()}
+        if wanted is None and times and times[TODAY.name] <= times[found.best.name]:
+            # Timed again in one run, it is not faster than today's.
+            found.best = TODAY
+        if progress is not None:
+            progress("profiling")
+        with preserved(self.model), cudnn_benchmark():
+            found.bound = self._bound(found.best)
+        return found
+
+    def fastest(
+        self,
+        ways: Sequence[Way],
+        seconds: float | None,
+        progress: Progress | None = None,
+        wanted: Way | None = None,
+        layers: Sequence[str] = (),
+    ) -> StageWays:
+        """Times the ways and verifies the fastest: of all, of those with one of these layers, or only `wanted`."""
         search = self.search
         search.ways, search.seconds = ways, seconds
         with preserved(self.model), cudnn_benchmark():
             search.run(progress)
-            best, verification = self._fastest_verified(progress, wanted)
-            if ours_verified:
-                self._fastest_verified(progress, None, OURS.name, FUSED.name)
-            found = StageWays(self.stage, search.rows, best, verification=verification, notes=search.notes)
+            best, verification = self._fastest_verified(progress, wanted, layers)
+        return StageWays(self.stage, search.rows, best, verification=verification, notes=search.notes)
+
+    def compare(self, found: StageWays) -> None:
+        """Times the chosen way, the best with each kind of layers and today's, interleaved in one run."""
+        with preserved(self.model), cudnn_benchmark():
             found.finals = self._finals(found)
-            times = {name: timing.median_ms for name, timing in found.finals.items()}
-            if wanted is None and times and times[TODAY.name] <= times[found.best.name]:
-                # Timed again in one run, it is not faster than today's.
-                found.best = best = TODAY
-            if profiled:
-                if progress is not None:
-                    progress("profiling")
-                found.bound = self._bound(best)
-        return found
 
     def _build(self, way: Way) -> Running:
         network = deep_copy(self.model)
@@ -243,10 +252,10 @@ class WaySearch:
             return time_interleaved(variants, device=self.device, launches="included", budget_s=budget_s)
 
     def _fastest_verified(
-        self, progress: Progress | None, wanted: Way | None, *layers: str
+        self, progress: Progress | None, wanted: Way | None, layers: Sequence[str]
     ) -> tuple[Way, VerifyReport | None]:
         """Verifies the ways from the fastest on until one passes, of all or of those with one of these layers, or only
-        the wanted one. Today's way needs no verification, nor does one that has passed."""
+        the wanted one. Today's way needs no verification."""
 
         def candidate() -> WayRow | None:
             if wanted is None:
@@ -254,7 +263,7 @@ class WaySearch:
             row = self.search.row(wanted)
             return None if row is None or row.timing is None or row.failure else row
 
-        while (best := candidate()) is not None and best.way != TODAY and not best.verified:
+        while (best := candidate()) is not None and best.way != TODAY:
             if progress is not None:
                 progress(f"verifying {best.way}")
             report = self._verify(best)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from benchmarks.models_turns import Turn, rows_by_turns
 
 CPU = torch.device("cpu")
 SETTING = Setting(CPU, True, None)
+
+Alone = Callable[[], AbstractContextManager[None]]
 
 
 def case(name: str) -> Case:
@@ -74,7 +80,7 @@ def test_compiling_releases_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(done) == 6
 
 
-def measured(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[str, Any]:
+def measured(case: Case, setting: Setting, announce: Callable[[str], None], alone: Alone) -> dict[str, Any]:
     announce(f"measuring {case.network}")
     if case.network == "dies":
         os._exit(1)
@@ -105,7 +111,7 @@ def test_a_row_that_raises_is_returned_with_its_error(monkeypatch: pytest.Monkey
     assert str(error) == "ValueError: no\nand more"
 
 
-def slow(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[str, Any]:
+def slow(case: Case, setting: Setting, announce: Callable[[str], None], alone: Alone) -> dict[str, Any]:
     time.sleep(1000)
     return {}
 
@@ -116,6 +122,67 @@ def test_after_the_time_limit_nothing_starts_and_running_rows_are_stopped(
     monkeypatch.setattr("benchmarks.models_turns.GRACE_SECONDS", 0.5)
     cases = [case(name) for name in ("one", "two", "three")]
     assert dict(rows_by_turns(cases, SETTING, 1, 1, lambda: 0.0, slow)) == {}
+
+
+def test_while_one_process_times_the_others_and_their_children_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process and its child count; the other finds that they do not while it is alone, and that they do later."""
+    monkeypatch.setenv("COUNTS", str(tmp_path))
+    cases = [case("counts"), case("times")]
+    found = dict(rows_by_turns(cases, SETTING, 2, 1, lambda: math.inf, counting_or_timing))
+    row = found[cases[1]]
+    assert isinstance(row, dict), row
+    assert row["alone"] == [0, 0]
+    assert min(row["later"]) > 0
+    assert isinstance(found[cases[0]], dict), found[cases[0]]
+
+
+def test_processes_continue_after_the_death_of_the_one_that_stopped_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COUNTS", str(tmp_path))
+    cases = [case("counts"), case("dies")]
+    found = dict(rows_by_turns(cases, SETTING, 2, 1, lambda: math.inf, counting_or_timing))
+    assert isinstance(found[cases[1]], StoppedError)
+    assert isinstance(found[cases[0]], dict), found[cases[0]]
+
+
+def counting_or_timing(
+    case: Case, setting: Setting, announce: Callable[[str], None], alone: Alone
+) -> dict[str, Any]:
+    compiling = partial(callback_handler.install_callbacks, CallbackTrigger.DYNAMO, "0")
+    directory = Path(os.environ["COUNTS"])
+    counts = [directory / "process", directory / "child"]
+    end = directory / "end"
+    if case.network == "counts":
+        code = "import sys, pathlib\nwhile not pathlib.Path(sys.argv[2]).exists(): open(sys.argv[1], 'a').write('x')"
+        child = subprocess.Popen([sys.executable, "-c", code, counts[1], end], start_new_session=True)
+        with compiling():
+            while not end.exists():
+                counts[0].open("a").write("x")
+        return {"child": child.wait()}
+
+    def sizes() -> list[int]:
+        return [path.stat().st_size for path in counts]
+
+    def counted() -> list[int]:
+        before = sizes()
+        time.sleep(0.3)
+        return [after - size for size, after in zip(before, sizes(), strict=True)]
+
+    with compiling():
+        while not all(path.exists() for path in counts):
+            time.sleep(0.01)
+    with alone():
+        time.sleep(0.1)  # a process stops a moment after the signal
+        if case.network == "dies":
+            end.touch()
+            os._exit(1)
+        found = {"alone": counted()}
+    found["later"] = counted()
+    end.touch()
+    return found
 
 
 def test_rows_of_parts_are_merged() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import graph_workspaces
@@ -19,7 +19,7 @@ from tconv_swap.inputs import Inputs
 from tconv_swap.ways.capture import NotCapturableError, StaleGraphError
 from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.run import Running, WayWarning, build
-from tconv_swap.ways.way import PYTORCH, Way
+from tconv_swap.ways.way import PYTORCH, Way, with_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def _exact() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = before
 
 
-def network(train: bool = True) -> nn.Module:
+def network(train: bool = True) -> nn.Sequential:
     return generator().cuda().train(train)
 
 
@@ -97,6 +97,57 @@ def test_the_loop_of_the_docs_under_autocast(layers: str) -> None:
     torch.testing.assert_close(found[:-1], expected[:-1], rtol=2e-2, atol=2e-2)
     assert torch.equal(found[-1], expected[-1])
     assert call.calls == 4
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_whole_step_in_one_graph_equals_eager_mode(layers: str) -> None:
+    """As the documentation captures it; without dropout, whose numbers a warm-up would use up."""
+    batches = [images(device="cuda", seed=seed) for seed in range(4)]
+    steps = {True: WholeStep(layers, batches[0]), False: WholeStep("pytorch", batches[0])}
+    for captured, step in steps.items():
+        step.warm_up()
+        replay = step.captured() if captured else step
+        for batch in batches:
+            step.static.copy_(batch)
+            replay()
+            step.losses.append(step.loss.clone())
+    found, expected = ([*step.losses, *step.network.state_dict().values()] for step in steps.values())
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert len({float(loss) for loss in steps[True].losses}) == len(batches)
+
+
+class WholeStep:
+    """A training step on `static`: forward pass under autocast, loss, backward pass, optimizer."""
+
+    def __init__(self, layers: str, batch: Tensor) -> None:
+        made = network()
+        made[3].p = 0.0
+        self.network = with_layers(made, layers)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05, momentum=0.9)
+        self.static = batch.clone()
+        self.loss = torch.zeros((), device="cuda")
+        self.losses: list[Tensor] = []
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.float16, cache_enabled=False):
+            self.loss = self.network(self.static).float().square().mean()
+        self.loss.backward()
+        self.optimizer.step()
+
+    def warm_up(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def captured(self) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph.replay
 
 
 class Autocast(nn.Module):

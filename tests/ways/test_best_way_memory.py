@@ -34,7 +34,7 @@ def test_a_way_for_whose_verification_memory_is_missing_is_verified_alone_or_not
     monkeypatch.setattr(optimize, "verify_way", verify_way)
     searched = optimize.WaySearch(generator(), images(), training=False)
     ways = ["pytorch+channels_last", "ours", "ours+channels_last"]
-    found = searched.run(searched.chosen_from(ways), None, profiled=False)
+    found = searched.fastest(searched.chosen_from(ways), None)
     assert built[0] == {"pytorch", "pytorch+channels_last", "ours+channels_last"}
     assert built[1] == {"pytorch", "pytorch+channels_last"}
     assert found.best.name == ("pytorch+channels_last" if failing == 1 else "ours+channels_last")
@@ -71,7 +71,8 @@ def test_what_does_not_fit_side_by_side_is_dropped(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(optimize, "network_variant", lambda running, *_: running)
     monkeypatch.setattr(optimize, "time_interleaved", time)
     searched = optimize.WaySearch(generator(), images(), training=False)
-    found = searched.run(searched.chosen_from(["pytorch+channels_last", "ours"]), None, profiled=False)
+    found = searched.fastest(searched.chosen_from(["pytorch+channels_last", "ours"]), None)
+    searched.compare(found)
     assert {way.name for way in searched.search.built} == {"pytorch", found.best.name}
 
 
