@@ -18,7 +18,13 @@ from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, can_be_aligned
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    ALIGNED_PIXELS,
+    Tile,
+    TileProblem,
+    block_count,
+    can_be_aligned,
+)
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -77,6 +83,9 @@ class Schedule:
         if nominal.aligned and not can_be_aligned(self.adapted(problem)):
             return False
         if nominal.flat:
+            # Images that are no whole tiles were not measured with wgmma.
+            if nominal.aligned and tile.wgmma and geometry.height * geometry.width % ALIGNED_PIXELS:
+                return False
             if (tile.pixel_major or tile.nchw_stages) and geometry.height * geometry.width % tile.cols:
                 return False
             return not self.whole_rows or (
@@ -237,13 +246,13 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
         yield made(images, columns, columns, HANDICAP_LARGE)
         return
     yield made(images, columns, columns)
+    # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
     if not channels_last:
-        # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
         side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
         yield made(images, side, side, aligned=True)
-    yield few(16, 16)
-    if channels_last and max(geometry.stride) == 1:
+    elif max(geometry.stride) == 1:
         yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
+    yield few(16, 16)
     if layer.precision != "IEEE" or channels <= MANY_CHANNELS:
         yield small(8)
     yield small(4)

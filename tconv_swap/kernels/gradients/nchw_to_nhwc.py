@@ -34,7 +34,8 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-#: For grad_input alone: the fewest multiply-adds for each element of grad_output and the weight (measured).
+#: For grad_input alone: the fewest multiply-adds for each element of grad_output and the weight (measured) at which
+#: copies pay where implicit_gemm loads several elements at once.
 MIN_MACS_ALONE = 768
 GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 
@@ -94,13 +95,17 @@ def _tma_pays(problem: Problem) -> bool:
 
 
 def _pays_alone(problem: Problem, device: Device) -> bool:
-    """Returns whether copies pay for grad_input alone: it has many products, and no other family computes it without
-    copies."""
-    copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
-    if not _tma_pays(problem) or problem.geometry.macs * problem.dtype.itemsize < MIN_MACS_ALONE * copied:
+    """Returns whether copies pay for grad_input alone: no other family than implicit_gemm computes it without copies,
+    and it has many products, or the layer's kernel for this size loads grad_output one element at a time."""
+    if not _tma_pays(problem):
         return False
     direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
-    return direct is None or direct.family == grad_input_implicit_gemm.FAMILY
+    if direct is None or direct.family != grad_input_implicit_gemm.FAMILY:
+        return direct is None
+    copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
+    if problem.geometry.macs * problem.dtype.itemsize >= MIN_MACS_ALONE * copied:
+        return True
+    return any(dict(launch.kernel.constants).get("ROW_MULTIPLE") == 1 for launch in direct.launches)
 
 
 def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
