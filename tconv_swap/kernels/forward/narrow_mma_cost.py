@@ -1,8 +1,7 @@
 """The expected time of a tile of csrc/kernels/forward/narrow_mma.cu: a sum of parts, fitted to measurements.
 
 The fit is to 540 tiles of 6 layers on an H200 (docs/kernels/forward/narrow_mma.md). The mean error is 14 % for 16
-bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last. In NCHW, lines were added by the times of 101 tiles of
-12 layers: an output costs its bytes, and each line the instructions that find its address.
+bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last.
 """
 
 from __future__ import annotations
@@ -32,21 +31,19 @@ class _Rates:
     multiply: float
     staged: float
     unit: float
-    #: A byte of the output, in sectors of 32 bytes; a store; a line of outputs that a whole warp stores; a byte of the
-    #: packed weights; the launches.
+    #: A byte of the output, in sectors of 32 bytes; a store; a byte of the packed weights; the launches.
     written: float
     store: float
-    line: float
     packed: float
     launch: float
 
 
 #: The key is the bytes of an element, and whether the layout is channels_last.
 _RATES = {
-    (2, False): _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 2.4e-7, 0.0, 4.3e-5, 9.7e-7, 5.7),
-    (2, True): _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 0.0, 1.1e-6, 9.3),
-    (4, False): _Rates(1.29e-7, 7.5e-9, 2.4e-8, 3.69e-6, 3.6e-7, 3.9e-5, 2.29e-7, 0.0, 4.3e-5, 0.0, 2.7),
-    (4, True): _Rates(4.9e-8, 1.65e-8, 2.93e-8, 4.11e-6, 2.97e-7, 7.9e-5, 6.5e-8, 1.04e-6, 0.0, 0.0, 10.9),
+    (2, False): _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 4.71e-7, 0.0, 9.7e-7, 5.7),
+    (2, True): _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 1.1e-6, 9.3),
+    (4, False): _Rates(1.29e-7, 7.5e-9, 2.4e-8, 3.69e-6, 1.04e-6, 3.9e-5, 2.29e-7, 0.0, 0.0, 2.7),
+    (4, True): _Rates(4.9e-8, 1.65e-8, 2.93e-8, 4.11e-6, 2.97e-7, 7.9e-5, 6.5e-8, 1.04e-6, 0.0, 10.9),
 }
 #: So many warps of a multiprocessor hide half of each other's waits.
 HIDING_WARPS = 6
@@ -90,11 +87,7 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
         and tile.tile_w * horizontal.stride * pixel * item % 32 == 0
     )
     written = outputs * item * (1.0 if aligned else (line + 32) / line)
-    store = store_elements(geometry, tile, item, channels_last)
-    storing = written * rates.written + outputs / store * rates.store
-    if not tile.direct:
-        # Of short lines a warp stores several at a time.
-        lanes = min(32, power_above(ceil_div(tile.tile_w * horizontal.stride * pixel, store)))
-        lines = outputs // (geometry.out_width * pixel) * tiles_w
-        storing += lines * lanes / 32 * rates.line
+    storing = (
+        written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
+    )
     return computing + storing + p.passes * packed_bytes(geometry, tile) * rates.packed + rates.launch
