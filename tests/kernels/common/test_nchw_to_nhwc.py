@@ -177,7 +177,8 @@ def test_which_gradients_of_the_weight_go_that_way_alone(geometry: Geometry, con
     ("geometry", "converted"),
     [
         (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
-        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for each converted element
+        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), True),  # otherwise loaded one element at a time
+        (Geometry(8, 256, 37, 37, 96, (4, 4), (4, 4)), False),  # too few channels
     ],
     ids=str,
 )

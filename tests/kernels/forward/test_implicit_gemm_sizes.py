@@ -189,6 +189,31 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     assert all(a < b for a, b in pairwise(steps))
 
 
+@pytest.mark.parametrize(
+    ("height", "width", "aligned"),
+    [(14, 14, True), (6, 10, True), (16, 24, True), (7, 8, True), (5, 6, False), (4, 7, False)],
+)
+def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width: int, aligned: bool) -> None:
+    """Where no tap is shifted, images of a multiple of 4 pixels are enough for mma.sync, if rows are even."""
+    geometry = Geometry(12000 // (height * width), 256, height, width, 128, (2, 2), (2, 2))
+    ((problem, tile),) = forward_classes.choose(
+        make_problem(geometry, torch.float32, "ieee", False, False, False), H200
+    )
+    assert not tile.wgmma
+    assert problem.aligned == aligned
+    assert problem.row_multiple == (4 if aligned else 1)
+
+
+def test_a_layer_of_two_schedules_has_none_for_few_tiles() -> None:
+    """An unpadded layer of stride 1 that adds channels shares its four kernels with those of maps of one pixel."""
+    layer = Geometry(2, 64, 128, 256, 128, (3, 5))
+    for channels_last in (False, True):
+        posed = make_problem(layer, torch.float16, "ieee", channels_last, channels_last, False)
+        found = [one for one, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200)]
+        assert len(found) == 2
+        assert not any(one.few for one in found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
     """common/nchw_to_nhwc.cu: each column of each matrix is in one block, and no block has more pieces than its
