@@ -148,6 +148,15 @@ def test_processes_continue_after_the_death_of_the_one_that_stopped_them(
     assert isinstance(found[cases[0]], dict), found[cases[0]]
 
 
+#: Counts until there is a file, or until the process that started it is gone.
+COUNT = """
+import os, pathlib, sys
+parent = os.getppid()
+while os.getppid() == parent and not pathlib.Path(sys.argv[2]).exists():
+    open(sys.argv[1], "a").write("x")
+"""
+
+
 def counting_or_timing(
     case: Case, setting: Setting, announce: Callable[[str], None], alone: Alone
 ) -> dict[str, Any]:
@@ -156,8 +165,7 @@ def counting_or_timing(
     counts = [directory / "process", directory / "child"]
     end = directory / "end"
     if case.network == "counts":
-        code = "import sys, pathlib\nwhile not pathlib.Path(sys.argv[2]).exists(): open(sys.argv[1], 'a').write('x')"
-        child = subprocess.Popen([sys.executable, "-c", code, counts[1], end], start_new_session=True)
+        child = subprocess.Popen([sys.executable, "-c", COUNT, counts[1], end], start_new_session=True)
         with compiling():
             while not end.exists():
                 counts[0].open("a").write("x")

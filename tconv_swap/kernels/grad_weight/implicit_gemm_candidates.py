@@ -130,25 +130,23 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
     """Returns all candidate schedules: every tile of pixels of the shapes that do best at some size."""
     sizes = sizes_of(layer)
     multiples = _multiples(layer)
-    found_first: dict[bool, list[tuple[Shape, list[Schedule]]]] = {False: [], True: []}
+    firsts: dict[bool, list[tuple[Shape, Schedule]]] = {False: [], True: []}
     for shape in _shapes(layer, device):
         # All maps of one pixel are equal.
         one_size = len(sizes) == 1
         usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if one_size else USUAL_PIXELS
-        tried = list(_schedules_of(layer, shape, usual, multiples[0], device))
-        if tried:
-            found_first[shape.wgmma].append((shape, tried))
+        one = next(_schedules_of(layer, shape, usual, multiples[0], device), None)
+        if one is not None:
+            firsts[shape.wgmma].append((shape, one))
     shapes: dict[Shape, None] = {}
-    for kind in found_first.values():
+    for kind in firsts.values():
         for size in sizes:
             # The map is taken to be filled by tiles of this shape.
             pixels = size.batch * size.height * size.width
 
-            def clocks(tried: tuple[Shape, list[Schedule]], pixels: int = pixels) -> float:
-                return min(
-                    expected_clocks(one.work, one.tile, ceil_div(pixels, one.tile.pixels), device)
-                    for one in tried[1]
-                )
+            def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
+                tile = one[1].tile
+                return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
 
             shapes.update((shape, None) for shape, _ in sorted(kind, key=clocks)[:SHAPES_TRIED])
     found: list[Schedule] = []
