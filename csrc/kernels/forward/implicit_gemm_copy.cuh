@@ -13,13 +13,11 @@ constexpr bool RAGGED_K = CI_GROUP % (CHUNK_WORDS * CHANNELS_PER_WORD) != 0;
 template <int CHUNK_WEIGHT_WORDS>
 __device__ __forceinline__ void copy_weights(u32 to, const u32* from) {
   constexpr int VECTORS = CHUNK_WEIGHT_WORDS / 4;
-  // Pinned: otherwise the compiler keeps the address of every copy in registers of its own, from one chunk to the next.
-  const char* first = ptx::keep_in_register(reinterpret_cast<const char*>(from + threadIdx.x * 4));
-  const u32 first_to = ptx::keep_in_register(to + threadIdx.x * 16);
 #pragma unroll
-  for (int i = 0; i < ceil_div(VECTORS, THREADS); ++i)
-    if (VECTORS % THREADS == 0 || static_cast<int>(threadIdx.x) + i * THREADS < VECTORS)
-      ptx::copy_async<16>(first_to + i * THREADS * 16, first + i * THREADS * 16);
+  for (int i = 0; i < ceil_div(VECTORS, THREADS); ++i) {
+    const int v = threadIdx.x + i * THREADS;
+    if (VECTORS % THREADS == 0 || v < VECTORS) ptx::copy_async<16>(to + v * 16, from + v * 4);
+  }
 }
 
 /// Writes zeros to WORDS words of shared memory.

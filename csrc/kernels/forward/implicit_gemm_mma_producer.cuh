@@ -71,12 +71,9 @@ struct InputLoader {
             ptx::copy_async<BYTES>(stage + to[s], source);
           }
         } else {
-          // Pinned: otherwise the compiler keeps the address of every copy in registers of its own.
-          const char* first = ptx::keep_in_register(source);
-          const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
-            const char* row = first + static_cast<unsigned long long>(k * SLOT_THREADS) * next;
+            const char* row = source + k * SLOT_THREADS * next_channel;
             const u32 target = stage + to[s] + k * SLOT_THREADS * K_PITCH * 4;
             if constexpr (RAGGED_K) {
               const bool real = next_word + first_k + k * SLOT_THREADS < CI_WORDS;

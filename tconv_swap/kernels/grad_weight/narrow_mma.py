@@ -174,6 +174,11 @@ def build_grad_weight(
             *tile.constants,
             ("WITH_BIAS", with_bias),
         ),
+        # Beside 96 sums of a thread, 16-bit elements of NCHW wait in registers to be converted: on sm_80 160 bytes
+        # spill.
+        spills=problem.dtype.itemsize == 2
+        and not problem.channels_last
+        and tile.m_tiles * tile.n_tiles >= 24,
     )
     count = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     bias_at = round_up(4 * count * splits, WORKSPACE_ALIGNMENT)
@@ -239,10 +244,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
     for m_tiles, warps_m, groups in channel_tiles(problem):
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
-            # In 16 bits and NCHW, elements wait in registers to be converted: beside 96 sums up to 216 bytes spill.
-            waiting = element_bytes == 2 and not channels_last
-            max_sums = MAX_SUM_TILES[rounds_nothing(problem)] - (1 if waiting else 0)
-            min_n = ceil_div(n_total, max_sums // m_tiles)
+            min_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
             widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
             for load, warps_n, warps_k, tile_w, tile_h in product(
                 widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)

@@ -189,21 +189,6 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     assert all(a < b for a, b in pairwise(steps))
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "aligned"),
-    [(14, 14, True), (6, 10, True), (16, 24, True), (7, 8, True), (5, 6, False), (4, 7, False)],
-)
-def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width: int, aligned: bool) -> None:
-    """Where no tap is shifted, images of a multiple of 4 pixels are enough for mma.sync, if rows are even."""
-    geometry = Geometry(12000 // (height * width), 256, height, width, 128, (2, 2), (2, 2))
-    ((problem, tile),) = forward_classes.choose(
-        make_problem(geometry, torch.float32, "ieee", False, False, False), H200
-    )
-    assert not tile.wgmma
-    assert problem.aligned == aligned
-    assert problem.row_multiple == (4 if aligned else 1)
-
-
 def test_a_layer_of_two_schedules_has_none_for_few_tiles() -> None:
     """An unpadded layer of stride 1 that adds channels shares its four kernels with those of maps of one pixel."""
     layer = Geometry(2, 64, 128, 256, 128, (3, 5))
