@@ -167,7 +167,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         if layer.of_grad_input
         else max_implicit_gemm_schedules(layer, device)
     )
-    for make in _classes(layer):
+    for make in _classes(layer, limit):
         if len(found) == limit:
             break
         one = make(device)
@@ -188,8 +188,8 @@ def _copies(found: Iterable[Ranked]) -> bool:
 Make = Callable[[Device], "Ranked | None"]
 
 
-def _classes(layer: TileProblem) -> Iterator[Make]:
-    """Yields the classes of a layer's sizes, the most important first."""
+def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
+    """Yields the classes of a layer's sizes, of which at most ``limit`` get a schedule, the most important first."""
     geometry = layer.geometry
     min_columns, max_columns = LARGE_COLUMNS
     channels = geometry.in_channels_per_group
@@ -241,14 +241,17 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
             yield made(8, 1, 512, aligned=True)
         yield made(images, columns, columns, HANDICAP_LARGE)
         return
-    yield made(images, columns, columns)
-    # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
+    usual = channels_last and max(geometry.stride) == 1
+    # A layer of two schedules has one for large maps and one for few tiles.
+    large = USUAL_COLUMNS if usual and limit == 2 else columns
+    yield made(images, large, large)
     if not channels_last:
+        # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
         side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
         yield made(images, side, side, aligned=True)
-    elif max(geometry.stride) == 1:
-        yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
     yield few(16, 16)
+    if usual:
+        yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
     if layer.precision != "IEEE" or channels <= MANY_CHANNELS:
         yield small(8)
     yield small(4)
