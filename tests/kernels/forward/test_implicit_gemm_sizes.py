@@ -189,14 +189,17 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     assert all(a < b for a, b in pairwise(steps))
 
 
-def test_a_layer_of_two_schedules_has_none_for_few_tiles() -> None:
+def test_what_a_layer_of_two_schedules_has_them_for() -> None:
     """An unpadded layer of stride 1 that adds channels shares its four kernels with those of maps of one pixel."""
     layer = Geometry(2, 64, 128, 256, 128, (3, 5))
-    for channels_last in (False, True):
+    for channels_last, few, columns in (
+        (False, [False, False], [512, 128]),
+        (True, [False, True], [128, 16]),
+    ):
         posed = make_problem(layer, torch.float16, "ieee", channels_last, channels_last, False)
         found = [one for one, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200)]
-        assert len(found) == 2
-        assert not any(one.few for one in found)
+        assert [one.few for one in found] == few
+        assert [one.problem.geometry.width for one in found] == columns
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
