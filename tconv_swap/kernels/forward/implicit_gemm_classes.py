@@ -19,6 +19,7 @@ from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    ALIGNED_PIXELS,
     Tile,
     TileProblem,
     block_count,
@@ -82,6 +83,9 @@ class Schedule:
         if nominal.aligned and not can_be_aligned(self.adapted(problem)):
             return False
         if nominal.flat:
+            # Images that are no whole tiles were not measured with wgmma.
+            if nominal.aligned and tile.wgmma and geometry.height * geometry.width % ALIGNED_PIXELS:
+                return False
             if (tile.pixel_major or tile.nchw_stages) and geometry.height * geometry.width % tile.cols:
                 return False
             return not self.whole_rows or (
