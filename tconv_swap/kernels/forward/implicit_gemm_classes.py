@@ -38,6 +38,8 @@ LARGE_COLUMNS = (32, 512)
 LARGE_IMAGES, MANY_CHANNELS = (16, 8), 256
 #: Columns of the large map that many networks have, whatever their channels are.
 USUAL_COLUMNS = 128
+#: Columns of the medium map.
+MEDIUM_COLUMNS = 16
 #: The nominal small map: its input channels times its images, and the bounds of its images.
 CHANNEL_IMAGES = 65536
 SMALL_IMAGES = (32, 128)
@@ -245,7 +247,16 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
     usual = channels_last and max(geometry.stride) == 1
     # A layer of two schedules has one for large maps and one for few tiles.
     large = USUAL_COLUMNS if usual and limit == 2 else columns
-    yield made(images, large, large)
+    if (
+        not channels_last
+        and layer.precision == "IEEE"
+        and channels <= MANY_CHANNELS
+        and max(geometry.stride) > 1
+    ):
+        # Large maps have the aligned one: the one for any size is for those of fewer columns, too.
+        yield made(SMALL_IMAGES[1], MEDIUM_COLUMNS, MEDIUM_COLUMNS)
+    else:
+        yield made(images, large, large)
     # Products of float32 take longer than copies of single elements, so alignment gains less there than tiles for the
     # small maps of layers of many channels, if a layer has enough schedules for all of these.
     ieee = layer.precision == "IEEE" and channels > MANY_CHANNELS
