@@ -207,9 +207,12 @@ def _im2col_wins(problem: Problem) -> bool:
         return False
     if problem.channels_last:
         return g.taps > 1 and g.macs >= NHWC_MIN_MACS
-    if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
+    if max(g.stride) == 1 or g.height == 1 or not _im2col_nchw_may_win(problem):
         return False
-    return g.macs >= MIN_MACS and _im2col_nchw_may_win(problem)
+    if _is_wide(problem) and is_a_product(g):
+        # Such layers have no kernel of pixel_rows.
+        return _pixel_rows_win(problem)
+    return g.macs >= MIN_MACS and g.out_width % 4 == 0
 
 
 def _im2col_nchw_may_win(problem: Problem) -> bool:
