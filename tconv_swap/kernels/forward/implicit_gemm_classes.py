@@ -18,12 +18,7 @@ from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
-from tconv_swap.kernels.forward.implicit_gemm_layout import (
-    Tile,
-    TileProblem,
-    block_count,
-    can_be_aligned,
-)
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, can_be_aligned
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
