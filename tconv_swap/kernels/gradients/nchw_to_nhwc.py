@@ -100,12 +100,13 @@ def _pays_alone(problem: Problem, device: Device) -> bool:
     if not _tma_pays(problem):
         return False
     direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
-    if direct is None or direct.family != grad_input_implicit_gemm.FAMILY:
-        return direct is None
+    if direct is not None and direct.family != grad_input_implicit_gemm.FAMILY:
+        return False
     copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
     if problem.geometry.macs * problem.dtype.itemsize >= MIN_MACS_ALONE * copied:
         return True
-    return any(dict(launch.kernel.constants).get("ROW_MULTIPLE") == 1 for launch in direct.launches)
+    launches = direct.launches if direct is not None else ()
+    return any(dict(launch.kernel.constants).get("ROW_MULTIPLE") == 1 for launch in launches)
 
 
 def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
