@@ -22,7 +22,8 @@ __device__ __forceinline__ u32 keep_in_register(u32 value) {
 }
 
 /// The same for an address in global memory.
-__device__ __forceinline__ const char* keep_in_register(const char* address) {
+template <typename T>
+__device__ __forceinline__ const T* keep_in_register(const T* address) {
   asm volatile("" : "+l"(address));
   return address;
 }

@@ -9,14 +9,19 @@ __device__ __forceinline__ int channel_bytes(const Sizes& sizes) { return INPUT_
 constexpr int CHUNK_INPUT_CHANNELS = CHUNK_WORDS * CHANNELS_PER_WORD;
 constexpr bool RAGGED_K = CI_GROUP % (CHUNK_WORDS * CHANNELS_PER_WORD) != 0;
 
-/// Copies the packed weights of one chunk, which are contiguous.
-template <int CHUNK_WEIGHT_WORDS>
+/// Copies the packed weights of one chunk, which are contiguous. With PINNED the addresses are one register each and
+/// constants: where chunks lie in several places, the compiler otherwise keeps every address in registers of its own.
+template <int CHUNK_WEIGHT_WORDS, bool PINNED = false>
 __device__ __forceinline__ void copy_weights(u32 to, const u32* from) {
   constexpr int VECTORS = CHUNK_WEIGHT_WORDS / 4;
+  if constexpr (PINNED) {
+    to = ptx::keep_in_register(to + threadIdx.x * 16);
+    from = ptx::keep_in_register(from + threadIdx.x * 4);
+  }
 #pragma unroll
   for (int i = 0; i < ceil_div(VECTORS, THREADS); ++i) {
-    const int v = threadIdx.x + i * THREADS;
-    if (VECTORS % THREADS == 0 || v < VECTORS) ptx::copy_async<16>(to + v * 16, from + v * 4);
+    const int v = threadIdx.x + i * THREADS, offset = PINNED ? i * THREADS : v;
+    if (VECTORS % THREADS == 0 || v < VECTORS) ptx::copy_async<16>(to + offset * 16, from + offset * 4);
   }
 }
 

@@ -137,9 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     constexpr int AHEAD = decltype(ahead)::value, PHASE = AHEAD % SOURCE_PHASES, PHASE_WEIGHTS = CHUNK_STEPS * phase_taps(PHASE) * TAP_WORDS;
     chunk += AHEAD / SOURCE_PHASES;
     if (chunk < end_chunk)
-      copy_weights<PHASE_WEIGHTS>(weight_stage(at),
-                                  packed + static_cast<long long>(taps_before_phase(PHASE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
-                                      ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + chunk) * PHASE_WEIGHTS);
+      copy_weights<PHASE_WEIGHTS, true>(
+          weight_stage(at), packed + static_cast<long long>(taps_before_phase(PHASE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
+                                ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + chunk) * PHASE_WEIGHTS);
   };
 
   if constexpr (THROUGH_REGISTERS) {

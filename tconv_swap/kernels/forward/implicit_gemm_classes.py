@@ -15,10 +15,17 @@ from itertools import islice, zip_longest
 
 from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, can_be_aligned
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    ALIGNED_PIXELS,
+    Tile,
+    TileProblem,
+    block_count,
+    can_be_aligned,
+)
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -32,6 +39,8 @@ LARGE_COLUMNS = (32, 512)
 LARGE_IMAGES, MANY_CHANNELS = (16, 8), 256
 #: Columns of the large map that many networks have, whatever their channels are.
 USUAL_COLUMNS = 128
+#: Columns of the medium map.
+MEDIUM_COLUMNS = 16
 #: The nominal small map: its input channels times its images, and the bounds of its images.
 CHANNEL_IMAGES = 65536
 SMALL_IMAGES = (32, 128)
@@ -77,6 +86,9 @@ class Schedule:
         if nominal.aligned and not can_be_aligned(self.adapted(problem)):
             return False
         if nominal.flat:
+            # Images that are no whole tiles were not measured with wgmma.
+            if nominal.aligned and tile.wgmma and geometry.height * geometry.width % ALIGNED_PIXELS:
+                return False
             if (tile.pixel_major or tile.nchw_stages) and geometry.height * geometry.width % tile.cols:
                 return False
             return not self.whole_rows or (
@@ -239,17 +251,32 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
     usual = channels_last and max(geometry.stride) == 1
     # A layer of two schedules has one for large maps and one for few tiles.
     large = USUAL_COLUMNS if usual and limit == 2 else columns
-    yield made(images, large, large)
-    if not channels_last:
-        # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
-        side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
+    if (
+        not channels_last
+        and layer.precision == "IEEE"
+        and channels <= MANY_CHANNELS
+        and max(geometry.stride) > 1
+    ):
+        # Large maps have the aligned one: the one for any size is for those of fewer columns, too.
+        yield made(SMALL_IMAGES[1], MEDIUM_COLUMNS, MEDIUM_COLUMNS)
+    else:
+        yield made(images, large, large)
+    # Products of float32 take longer than copies of single elements, so alignment gains less there than tiles for the
+    # small maps of layers of many channels, if a layer has enough schedules for all of these.
+    ieee = layer.precision == "IEEE" and channels > MANY_CHANNELS
+    small_first = ieee and max(geometry.stride) > 1 and limit == MAX_SCHEDULES
+    # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
+    side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
+    if not channels_last and not small_first:
         yield made(images, side, side, aligned=True)
     yield few(16, 16)
     if usual:
         yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
-    if layer.precision != "IEEE" or channels <= MANY_CHANNELS:
+    if small_first or not ieee:
         yield small(8)
     yield small(4)
+    if not channels_last and small_first:
+        yield made(images, side, side, aligned=True)
 
 
 def _sized(layer: TileProblem, batch: int, height: int, width: int, aligned: bool = False) -> TileProblem:

@@ -15,7 +15,7 @@ import torch
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.runtime.integers import ceil_div
 
-#: The pixels of an ``aligned`` image of a flat problem are a multiple of this number.
+#: The pixels of an ``aligned`` image of a flat problem are a multiple of this number where ``wgmma`` multiplies.
 ALIGNED_PIXELS = 128
 #: The smallest kernel size of a layer that is expected to see maps of one pixel.
 LARGE_KERNEL = 4
@@ -136,8 +136,7 @@ class TileProblem:
     #: input.
     nhwc_copy: bool = False
     #: Whether the columns of a row of an NCHW input are known to be a multiple of ``aligned_columns``; with ``flat``,
-    #: whether images are known to be whole tiles of at most 128 positions, and their rows to have an even number of
-    #: positions.
+    #: whether the pixels of an image are, and its rows have an even number of positions.
     aligned: bool = False
     #: Whether the map has one pixel and another stride than the layer's. The other sizes of the layer have other
     #: kernels.
@@ -279,7 +278,7 @@ def can_be_aligned(problem: TileProblem) -> bool:
     """Whether ``aligned`` holds for this size."""
     width, pixels = problem.geometry.width, problem.geometry.height * problem.geometry.width
     if problem.flat:
-        return width % 2 == 0 and pixels % ALIGNED_PIXELS == 0
+        return width % 2 == 0 and pixels % problem.aligned_columns == 0
     return width % problem.aligned_columns == 0
 
 

@@ -146,7 +146,8 @@ def candidates(problem: Problem, device: Device, multiples: tuple[int, int] | No
             geometry, problem.dtype.itemsize, problem.channels_last, columns_fastest
         )
         for unit_rows, unit_cols in UNITS:
-            for tile_w in (8, 16, 32, 64, 128):
+            # Of tiles of equal cost the first one is chosen: that with longer lines in memory.
+            for tile_w in (128, 64, 32, 16, 8):
                 if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.positions):
                     continue
                 for tile_h in (unit_rows, 2 * unit_rows, 4 * unit_rows):

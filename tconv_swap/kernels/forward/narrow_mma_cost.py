@@ -1,7 +1,8 @@
 """The expected time of a tile of csrc/kernels/forward/narrow_mma.cu: a sum of parts, fitted to measurements.
 
 The fit is to 540 tiles of 6 layers on an H200 (docs/kernels/forward/narrow_mma.md). The mean error is 14 % for 16
-bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last.
+bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last. The price of a line in
+NCHW was chosen by 90 other tiles of 13 rows.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _RATES = {
     (4, False): _Rates(1.29e-7, 7.5e-9, 2.4e-8, 3.69e-6, 1.04e-6, 3.9e-5, 2.29e-7, 0.0, 0.0, 2.7),
     (4, True): _Rates(4.9e-8, 1.65e-8, 2.93e-8, 4.11e-6, 2.97e-7, 7.9e-5, 6.5e-8, 1.04e-6, 0.0, 10.9),
 }
+#: Microseconds for each line of outputs of a tile in NCHW that is stored from shared memory, however short: its stores
+#: fill no line of the caches together with those of another one, and its address takes instructions.
+LINE_MICROSECONDS = 2e-5
 #: So many warps of a multiprocessor hide half of each other's waits.
 HIDING_WARPS = 6
 
@@ -90,4 +94,7 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     storing = (
         written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
     )
+    if not (channels_last or tile.direct):
+        lines = geometry.batch * geometry.out_channels * geometry.out_height * tiles_w
+        storing += lines * LINE_MICROSECONDS
     return computing + storing + p.passes * packed_bytes(geometry, tile) * rates.packed + rates.launch

@@ -16,7 +16,6 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     candidates,
     columns_of,
     expected_clocks,
-    min_out_width,
     pixels_of,
     with_splits,
 )
@@ -37,7 +36,6 @@ class Schedule:
 
     tile: Tile
     columns: Columns
-    min_out_width: int
 
 
 def choose(problem: Problem, device: Device, limit: int) -> list[Tile]:
@@ -80,13 +78,7 @@ def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...
 
 def _schedule_of(geometry: Geometry, tile: Tile) -> Schedule:
     """Returns the schedule that a tile belongs to."""
-    columns, width = _columns_of(geometry, tile.pixels)
-    return Schedule(replace(tile, pixels=_of_any_pitch(tile.pixels)), columns, width)
-
-
-def _columns_of(geometry: Geometry, pixels: Pixels) -> tuple[Columns, int]:
-    columns = columns_of(geometry, pixels)
-    return columns, min_out_width(geometry, pixels) if columns.whole else 0
+    return Schedule(replace(tile, pixels=_of_any_pitch(tile.pixels)), columns_of(geometry, tile.pixels))
 
 
 def _of_any_pitch(pixels: Pixels) -> Pixels:
@@ -97,7 +89,7 @@ def _tile_of(geometry: Geometry, one: Schedule, device: Device) -> Tile | None:
     """Returns the schedule's tile with the splits and row pitch of the size; None if the schedule does not
     compute it."""
     for pixels in _pixels_of(geometry).get(one.tile.pixels, ()):
-        if _columns_of(geometry, pixels) == (one.columns, one.min_out_width):
+        if columns_of(geometry, pixels) == one.columns:
             return with_splits(geometry, replace(one.tile, pixels=pixels), device)
     return None
 

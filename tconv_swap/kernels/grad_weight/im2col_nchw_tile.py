@@ -79,15 +79,6 @@ class Pixels:
         return ceil_div(geometry.batch, self.images) * in_image
 
 
-def min_out_width(geometry: Geometry, pixels: Pixels) -> int:
-    """Returns the least width of outputs that stages of whole rows may have (that without output padding), or 0
-    where any width is allowed."""
-    g = geometry
-    if pixels.row_pitch != g.width or pixels.cols != g.width:
-        return 0
-    return g.out_width - g.output_padding[1]
-
-
 def input_read_in_place(geometry: Geometry, pixels: Pixels) -> bool:
     """Returns whether boxes can load the input from where it lies."""
     return pixels.row_pitch == geometry.width and geometry.height * geometry.width % 4 == 0
@@ -118,6 +109,11 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     for rows in range(1, g.height):
         if rows * g.width % 8 == 0 and 16 <= rows * g.width <= 64 and (g.height % rows == 0 or nothing_below):
             yield Pixels(1, rows, g.width, g.width)
+    # Narrower rows, copied to the pitch of such stages: where boxes hold as many columns, one kernel computes both.
+    for cols in (8, 16, 32):
+        for rows in range(1, g.height + 1) if cols // 2 < g.width < cols and nothing_right else ():
+            if 16 <= rows * cols <= 64 and (g.height % rows == 0 or nothing_below):
+                yield Pixels(1, rows, cols, cols)
     for rows, cols in ((1, 64), (2, 32), (1, 32), (4, 16), (8, 8)):
         fits_below, fits_right = g.height % rows == 0 or nothing_below, g.width % cols == 0 or nothing_right
         if cols <= round_up(g.width, 8) and fits_below and fits_right and rows <= g.height:

@@ -21,7 +21,7 @@ from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import MIN_MACS
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, choose, registers
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles, taps_cover_stride
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import is_a_product, pixel_tiles, taps_cover_stride
 from tconv_swap.kernels.grad_weight.implicit_gemm_cost import splits_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     item_bytes,
@@ -88,8 +88,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         # Each of the two claims one layout.
         k_contiguous += grad_weight_im2col_nchw.part_candidates(problem, device, with_bias, (count + 1) // 2)
         k_contiguous += grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, (count + 1) // 2)
-    if pixel_rows or count > 1:
-        _, limit = _nchw_schedules(problem, device)
+    _, limit = _nchw_schedules(problem, device)
+    if limit and (pixel_rows or count > 1):
         parts = grad_weight_pixel_rows.part_candidates(problem, device, with_bias, count, limit)
         k_contiguous = k_contiguous + parts if im2col else parts[: count // 2 or 1] + k_contiguous
         k_contiguous = k_contiguous[:count]
@@ -144,8 +144,9 @@ def max_schedules(problem: Problem, device: Device) -> int:
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     if problem.channels_last and problem.is_tf32 and channels >= WIDE_CHANNELS // 2 and g.taps > 1:
         return MAX_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
-    others = max(sum(_nchw_schedules(problem, device)), _stride1_schedules(problem, device))
-    return MAX_SCHEDULES - others
+    nchw = _nchw_schedules(problem, device)
+    beside = 1 if nchw[0] and nchw[1] == 0 and _is_wide(problem) else 0  # gemm
+    return MAX_SCHEDULES - max(sum(nchw) + beside, _stride1_schedules(problem, device))
 
 
 def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
@@ -157,7 +158,10 @@ def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
     im2col_nchw = grad_weight_im2col_nchw.MAX_SCHEDULES if _im2col_nchw_may_win(problem) else 0
     if not _is_wide(problem):
         return im2col_nchw, 0
-    return im2col_nchw, 1 if im2col_nchw else grad_weight_pixel_rows.MAX_SCHEDULES
+    if im2col_nchw:
+        # gemm, which computes maps of one pixel, is the fourth kernel beside those of im2col_nchw and of this file.
+        return im2col_nchw, 0 if is_a_product(g) else 1
+    return 0, grad_weight_pixel_rows.MAX_SCHEDULES
 
 
 def _stride1_schedules(problem: Problem, device: Device) -> int:
@@ -203,9 +207,12 @@ def _im2col_wins(problem: Problem) -> bool:
         return False
     if problem.channels_last:
         return g.taps > 1 and g.macs >= NHWC_MIN_MACS
-    if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
+    if max(g.stride) == 1 or g.height == 1 or not _im2col_nchw_may_win(problem):
         return False
-    return g.macs >= MIN_MACS and _im2col_nchw_may_win(problem)
+    if _is_wide(problem) and is_a_product(g):
+        # Such layers have no kernel of pixel_rows.
+        return _pixel_rows_win(problem)
+    return g.macs >= MIN_MACS and g.out_width % 4 == 0
 
 
 def _im2col_nchw_may_win(problem: Problem) -> bool:

@@ -189,6 +189,21 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     assert all(a < b for a, b in pairwise(steps))
 
 
+@pytest.mark.parametrize(
+    ("height", "width", "aligned"),
+    [(14, 14, True), (6, 10, True), (16, 24, True), (7, 8, True), (5, 6, False), (4, 7, False)],
+)
+def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width: int, aligned: bool) -> None:
+    """Where no tap is shifted, images of a multiple of 4 pixels are enough for mma.sync, if rows are even."""
+    geometry = Geometry(12000 // (height * width), 256, height, width, 128, (2, 2), (2, 2))
+    ((problem, tile),) = forward_classes.choose(
+        make_problem(geometry, torch.float32, "ieee", False, False, False), H200
+    )
+    assert not tile.wgmma
+    assert problem.aligned == aligned
+    assert problem.row_multiple == (4 if aligned else 1)
+
+
 def test_what_a_layer_of_two_schedules_has_them_for() -> None:
     """An unpadded layer of stride 1 that adds channels shares its four kernels with those of maps of one pixel."""
     layer = Geometry(2, 64, 128, 256, 128, (3, 5))
@@ -293,3 +308,23 @@ def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
         made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
         layouts = (channels_last, channels_last)
         assert_kernel_matches(made, problem.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("height", "width", "channels"), [(14, 14, 256), (6, 10, 64), (7, 8, 72), (2, 2, 32), (34, 6, 40)]
+)
+def test_tiles_of_several_images(height: int, width: int, channels: int) -> None:
+    """Images that are whole copies of 16 bytes but no whole tiles."""
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the tiles are chosen for sm_90a")
+    geometry = Geometry(12003 // (height * width), channels, height, width, 40, (2, 2), (2, 2))
+    ((problem, tile),) = forward_classes.choose(
+        make_problem(geometry, torch.float32, "ieee", False, False, True), H200
+    )
+    assert problem.aligned
+    assert height * width % tile.cols
+    made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+    assert_kernel_matches(
+        made, geometry, torch.float32, (False, False), TOLERANCE[torch.float32], with_bias=True
+    )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from grad_weight_cases import H200, STRIDED, assert_random_tile_matches, tf32_problem
@@ -61,6 +62,56 @@ def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometr
         assert pixels.images == 1 or pixels.rows * pixels.cols % pixels.box == 0
         assert not pixels.has_halo or pixels.cols % pixels.box == 0
         assert pixels.count % 8 == 0
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_columns_outside_of_grad_output_are_tested_or_filled_with_zeros(geometry: Geometry) -> None:
+    """The kernel tests four pixels' columns where one of them may lie outside of the boxes that hold whole rows;
+    columns of a box after grad_output's last are zero."""
+    g, posed = geometry, tf32_problem(geometry)
+    done = 0
+    for tile in im2col_nchw.tiles_for(posed, H200, with_bias=False):
+        made = im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False)
+        step = next(step for step in made.launches if step.kernel.entry == "grad_weight_im2col_nchw")
+        constants = dict(step.kernel.constants)
+        cols, limit = tile.pixels.cols, constants["MIN_OUT_WIDTH"]
+        if not constants["WHOLE_ROWS"]:
+            continue
+        assert isinstance(limit, int)
+        held = step.tensor_maps[1].box[0] * int(constants["OUT_BOXES"])
+        assert g.out_width <= held
+        assert step.tensor_maps[1].sizes[0] == g.out_width
+        for quad in range(0, cols, 4) if cols % 4 == 0 else ():
+            reached = [
+                (quad + pixel) * g.stride[1] + tap * g.dilation[1] - g.padding[1]
+                for pixel in range(4)
+                for tap in range(g.kernel[1])
+            ]
+            tested = quad * g.stride[1] < g.padding[1] or max(reached) >= limit
+            assert tested or (min(reached) >= 0 and max(reached) < held)
+            done += 1
+    assert done or not any(
+        columns_of(g, pixels).whole and pixels.cols % 4 == 0 for pixels in pixels_of(geometry)
+    )
+
+
+def test_one_kernel_computes_all_widths_up_to_its_pitch() -> None:
+    """Of rows whose boxes hold as many columns: 9 to 16 pixels, of which 2 x 2 taps read 18 to 32 columns."""
+    layer = Geometry(256, 256, 16, 16, 256, (2, 2), (2, 2))
+    kernels = set()
+    for width in range(9, 17):
+        posed = tf32_problem(replace(layer, height=width - width % 2, width=width))
+        tiles = im2col_nchw.tiles_for(posed, H200, with_bias=False)
+        tile = next(
+            tile
+            for tile in tiles
+            if (tile.pixels.images, tile.pixels.rows, tile.pixels.cols, tile.pixels.has_halo)
+            == (1, 2, 16, False)
+            and (tile.warpgroups, tile.m_tiles, tile.cols) == (2, 1, 256)
+        )
+        launches = im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False).launches
+        kernels.update(one.kernel for one in launches if one.kernel.entry == "grad_weight_im2col_nchw")
+    assert len(kernels) == 1
 
 
 @pytest.mark.gpu

@@ -114,7 +114,9 @@ def test_channels_that_are_no_multiple_of_16_bytes_are_planned_as_implicit_gemm(
 
 
 @pytest.mark.parametrize(
-    "geometry", [ONE_ROW, Geometry(16, 256, 14, 14, 128, (2, 2), (2, 2))], ids=["one row", "little work"]
+    "geometry",
+    [ONE_ROW, Geometry(16, 256, 14, 14, 128, (4, 4), (2, 2), (1, 1))],
+    ids=["one row", "little work"],
 )
 def test_wide_layers_in_nchw_are_planned_as_pixel_rows(geometry: Geometry) -> None:
     for with_bias in (False, True):
