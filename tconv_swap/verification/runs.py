@@ -227,12 +227,17 @@ def untouched(subjects: list[Subject], devices: list[torch.device]) -> Iterator[
 
 
 class Runner:
-    """Runs networks repeatedly on the same inputs, random numbers and output gradients."""
+    """Runs networks repeatedly on the same inputs, random numbers and output gradients.
+
+    Attributes:
+        scale: the size of the output gradients.
+    """
 
     def __init__(self, inputs: Inputs, devices: list[torch.device], seed: int) -> None:
         self.inputs = inputs
         self.devices = devices
         self.seed = seed
+        self.scale = 1.0
         self._cuda = [d for d in devices if d.type == "cuda"]
 
     def run(self, subject: Subject, mode: str, how: Pass, *, double: bool = False) -> Outcome:
@@ -315,11 +320,14 @@ class Runner:
         outcome.grad_parameters = dict(zip(parameters, gradients[len(leaves) :], strict=True))
 
     def _cotangent(self, path: str, output: Tensor) -> Tensor:
-        """Returns standard normal numbers, 1 for a scalar; they are rounded to bfloat16, so they are the same in every
-        dtype."""
+        """Returns standard normal numbers, 1 for a scalar, times `scale`; they are rounded to bfloat16, and to float16
+        where a small scale needs it, so they are the same in every dtype."""
         if output.numel() == 1:
-            return torch.ones_like(output)
-        return normal(output.shape, output.device, f"{self.seed} {path}").to(output.dtype)
+            return torch.full_like(output, self.scale)
+        numbers = normal(output.shape, output.device, f"{self.seed} {path}")
+        if self.scale != 1.0:
+            numbers = numbers.mul_(self.scale).half()
+        return numbers.to(output.dtype)
 
 
 def _gradients(how: Pass) -> AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from tconv_swap.verification.layers import LayerChecks, swapped_layers
 from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
 from tconv_swap.verification.network import Standard
 from tconv_swap.verification.noise import with_rounding
+from tconv_swap.verification.overflow import run_in_range
 from tconv_swap.verification.report import Check, VerifyReport
 from tconv_swap.verification.runs import (
     CHANGED,
@@ -146,7 +147,7 @@ class Session:
         reason = ""
         for how in passes:
             try:
-                outcome = self.runner.run(self.original, name, how)
+                outcome = run_in_range(self.runner, self.original, name, how)
             except Exception as error:  # a user's forward may raise anything
                 if is_out_of_memory(error):
                     raise  # this says nothing about the network
@@ -159,6 +160,11 @@ class Session:
                 self.report.notes.append(f"{name}: no gradients of the inputs: {reason}")
             elif self.backward and not outcome.differentiable:
                 self.report.notes.append(f"{name}: no output depends on anything that requires grad")
+            if self.runner.scale != 1.0:
+                self.report.notes.append(
+                    f"{name}: the original's gradients overflow; compared are those of outputs' gradients that are "
+                    f"{self.runner.scale:.1e} times as large, as a gradient scaler makes them"
+                )
             return how, outcome
         self.report.notes.append(f"{name}: not verifiable, the original raises {last}")
         return None, None
