@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import tconv_swap
+from benchmarks.layers import commit_of_tree
 from benchmarks.networks import NETWORKS, Network, _dcgan, _example, _latents
 from tconv_swap.blocks import call
 from tconv_swap.measurement.environment import environment
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document: dict[str, Any] = {
         "benchmark": "blocks",
         "environment": environment(torch.device("cuda")),
+        "commit": commit_of_tree(),
         "kernels": [],
     }
     if options.only in (None, "kernels"):

@@ -84,8 +84,7 @@ def best_chart(document: Row) -> str | None:
             for axes, (stage, title) in zip(line, STAGES.items(), strict=True):
                 _panel(axes, [row for row in rows if row["precision"] == precision], names, stage)
                 axes.set_title(f"{title}, {precision}")
-        for axes in panels[-1]:
-            axes.set_xlabel("times as fast as today: PyTorch's layers, NCHW, eager")
+        figure.supxlabel("times as fast as today: PyTorch's layers, NCHW, eager", fontsize="medium")
         panels[0][0].set_yticks(range(len(names)), [NETWORKS[name].title for name in names])
         panels[0][0].invert_yaxis()
         handles, labels = panels[0][0].get_legend_handles_labels()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models_best import best_means, best_table
+from benchmarks.models_best import best_means, best_rows, best_table
 from benchmarks.models_ways import RUNTIME
 from benchmarks.networks import NETWORKS
 from benchmarks.results import geometric_mean
@@ -172,18 +172,27 @@ def _share(rows: list[Row], name: str, stage: str) -> str:
 
 
 def fill_readmes(document: Row, name: str) -> None:
-    """Puts the charts and the means between their markers in README.md and in benchmarks/README.md."""
-    means = " ".join(f"{line}." for line in (*best_means(document), *_means(document)))
-    origin = f"{machine_name(document['environment'])}, {_commits(document)}."
-    for path, folder in (
-        (ROOT / "README.md", "benchmarks/results"),
-        (ROOT / "benchmarks" / "README.md", "results"),
+    """Puts charts and means between their markers: the best ways, if they were measured, in README.md, all charts in
+    benchmarks/README.md."""
+    machine, stem = machine_name(document["environment"]), Path(name).stem
+    best = {**document, "rows": best_rows(document)}
+    parts = []
+    if best["rows"]:
+        best_image = f"![Whole networks in their best ways]({{folder}}/{stem}-best.svg)"
+        parts = [f"{best_image}\n\n{machine}, {_commits(best)}. {_sentences(best_means(document))}"]
+    others = {**document, "rows": [row for row in document["rows"] if row not in best["rows"]]}
+    if others["rows"]:
+        image = f"![Speedup of whole networks]({{folder}}/{stem}.svg)"
+        parts.append(f"{image}\n\n{machine}, {_commits(others)}. {_sentences(_means(document))}")
+    for path, folder, shown in (
+        (ROOT / "README.md", "benchmarks/results", parts[:1]),
+        (ROOT / "benchmarks" / "README.md", "results", parts),
     ):
-        image = f"![Speedup of whole networks]({folder}/{Path(name).with_suffix('.svg')})"
-        if best_table(document) is not None:
-            best = f"![Whole networks in their best ways]({folder}/{Path(name).stem}-best.svg)"
-            image = f"{best}\n\n{image}"
-        _fill(path, _CHART, f"{image}\n\n{origin} {means}\n")
+        _fill(path, _CHART, "\n\n".join(part.format(folder=folder) for part in shown))
+
+
+def _sentences(lines: Iterable[str]) -> str:
+    return " ".join(f"{line[0].upper()}{line[1:]}." for line in lines)
 
 
 def _fill(path: Path, place: re.Pattern[str], text: str) -> None:

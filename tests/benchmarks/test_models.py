@@ -377,7 +377,7 @@ def test_charts_are_put_into_the_readmes(
     assert (results / "h200-models.svg").read_text() == models_report.chart(measured)
     below = (tmp_path / "benchmarks" / "README.md").read_text()
     assert below.count("![Speedup of whole networks](results/h200-models.svg)") == 1
-    assert "eager, forward: " in below
+    assert "Eager, forward: " in below
 
 
 def test_show_prints_the_committed_rows(

@@ -67,6 +67,28 @@ def test_other_rows_have_no_best_way() -> None:
     assert "best way" not in models_report.table(document)
 
 
+def test_the_first_readme_shows_the_best_ways_alone(
+    measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = Path(models.__file__).parent / "results" / "h200-models.json"
+    rows = [row for row in json.loads(committed.read_text())["rows"] if row["runtime"] == "eager"]
+    measured["rows"] += rows[:2]
+    for folder in (tmp_path, tmp_path / "benchmarks"):
+        folder.mkdir(exist_ok=True)
+        (folder / "README.md").write_text(
+            "before\n<!-- models chart -->\n<!-- end of models chart -->\nafter\n"
+        )
+    monkeypatch.setattr(models_report, "ROOT", tmp_path)
+    models_report.fill_readmes(measured, "h200-models.json")
+    first, below = ((folder / "README.md").read_text() for folder in (tmp_path, tmp_path / "benchmarks"))
+    assert "](benchmarks/results/h200-models-best.svg)" in first
+    assert "h200-models.svg" not in first
+    assert "Our best way over PyTorch's best way, forward: " in first
+    assert "](results/h200-models-best.svg)" in below
+    assert "](results/h200-models.svg)" in below
+    assert "Eager, forward: " in below
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_a_way_that_computes_something_else_gives_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
