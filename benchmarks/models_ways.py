@@ -20,7 +20,7 @@ from benchmarks.networks import NETWORKS
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import StageWays
 from tconv_swap.ways.search import NO_MEMORY, Progress
-from tconv_swap.ways.way import FUSED, OURS, PYTORCH, TODAY
+from tconv_swap.ways.way import FUSED, OURS, TODAY
 
 RUNTIME, LAYOUT = "best", "any"
 #: Those measured at the same time share the GPU's memory, so a large network is followed by a small one.
@@ -107,9 +107,9 @@ def _progress(searched: WaySearch, announce: Callable[[str], None] | None) -> Pr
 
 def _stage(found: StageWays) -> dict[str, Any]:
     """Returns a stage; as in other rows, `original` and `swapped` are compared: PyTorch's best way and ours."""
-    theirs_row, ours_row = found.best_of(PYTORCH.name), found.our_best
+    theirs_way, ours_row = found.pytorch_best or TODAY, found.our_best
     assert ours_row is not None
-    their_way, our_way = TODAY.name if theirs_row is None else theirs_row.way.name, ours_row.way.name
+    their_way, our_way = theirs_way.name, ours_row.way.name
     times = found.finals
     theirs, ours = times[their_way], times[our_way]
     return {

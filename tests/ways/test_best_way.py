@@ -145,6 +145,17 @@ class TestSearch:
         assert found.our_best.way.name == "fused+graph"
         assert StageWays("step", [row for row in search.rows if row.way.layers == "pytorch"]).our_best is None
 
+    def test_todays_way_is_pytorchs_best_if_it_is_faster_side_by_side(self) -> None:
+        search = run(Bench({"pytorch": 50, "pytorch+graph": 30, "pytorch+compile+graph": 40, "ours": 20}))
+        found = StageWays("step", search.rows)
+        assert found.pytorch_best == parse_way("pytorch+graph")
+        found.finals = {"pytorch": Timing.of([31.0] * 9), "pytorch+graph": Timing.of([30.0] * 9)}
+        assert found.pytorch_best == parse_way("pytorch+graph")
+        found.finals["pytorch+graph"] = Timing.of([32.0] * 9)
+        assert found.pytorch_best == TODAY
+        assert found.to_dict()["pytorch_best"] == TODAY.name
+        assert StageWays("step").pytorch_best is None
+
     def test_the_way_that_requires_less_wins_at_equal_speed(self) -> None:
         almost = 20 * (1 + EQUAL_WITHIN / 2)
         best = run(Bench({"ours": almost, "ours+compile+graph": 20})).best()
