@@ -196,7 +196,7 @@ def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
 
             def show(step: str) -> None:
                 spent = f"{time.monotonic() - begin:.0f} s, {turn.held_s:.0f} s of them on the GPU"
-                print(f"{case} ({spent}): {step.partition(' (')[0]}", file=sys.stderr, flush=True)
+                print(f"{case} ({spent}): {step.partition(' (needs ')[0]}", file=sys.stderr, flush=True)
                 announce(step)
 
             row = measure(case, setting, show, others_stopped)

@@ -66,7 +66,7 @@ class Captured:
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(check)
             node.register_hook(own_gradients)
-        return self._surface.rebuilt([output.clone() for output in outputs])
+        return self._surface.rebuilt([own_output(output) for output in outputs])
 
 
 def _graphed(surface: Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
@@ -146,6 +146,19 @@ def compiled_nodes(output: Any) -> list[Any]:
                 seen.add(following)
                 waiting.append(following)
     return found
+
+
+def own_output(output: Tensor) -> Tensor:
+    """Returns a copy of an output, with its strides, since the next replay overwrites what the graph returns. A part of
+    a larger tensor keeps the strides of that tensor, and an expanded output stays expanded, as in eager mode."""
+    copy = output.clone()
+    if output.layout != torch.strided or output.is_nested or copy.stride() == output.stride():
+        return copy
+    once = output
+    for dim, (size, stride) in enumerate(zip(output.shape, output.stride(), strict=True)):
+        once = once.narrow(dim, 0, 1) if size > 1 and stride == 0 else once
+    copy = torch.empty_strided(once.shape, once.stride(), dtype=once.dtype, device=once.device).copy_(once)
+    return copy.expand(output.shape)
 
 
 def own_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:

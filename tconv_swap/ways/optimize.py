@@ -271,7 +271,10 @@ class WaySearch:
                 self.search.change(best.way, verified=True)
                 return best.way, report
             self.search.change(best.way, verified=False, failure=report.failures[0])
-            self.search.notes.append(f"{best.way} is not chosen: {report.failures[0]}")
+            refusal = f"{best.way} is not chosen: {report.failures[0]}"
+            self.search.notes.append(refusal)
+            if progress is not None:
+                progress(refusal)
         return TODAY, None
 
     def _verify(self, row: WayRow) -> VerifyReport:

@@ -13,7 +13,7 @@ from tconv_swap.inputs import Inputs, map_tensors
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, sum_of_squares
 from tconv_swap.preserving import preserved
-from tconv_swap.ways.capture import Captured, compiled_nodes, own_gradients
+from tconv_swap.ways.capture import Captured, compiled_nodes, own_gradients, own_output
 from tconv_swap.ways.way import Way, in_layout, inputs_in_layout
 
 #: The number of versions of one piece of code that Dynamo keeps. The ways of one network are such versions. PyTorch's
@@ -153,7 +153,7 @@ class Running(nn.Module):
                 return output
             for node in compiled_nodes(output):
                 node.register_hook(own_gradients)
-            return map_tensors(torch.Tensor.clone, output)
+            return map_tensors(own_output, output)
 
         return run
 

@@ -42,6 +42,22 @@ class Named(nn.Module):
         return {"image": made, "sizes": [made.sum(), "text"], "none": None}
 
 
+class Parts(nn.Module):
+    """Returns a part of a tensor, an expanded tensor and a dense one in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 3, 2, 2)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = self.up(image)
+        return (
+            made[:, 1:],
+            made.mean((2, 3), keepdim=True).expand(-1, -1, 5, -1),
+            made.contiguous(memory_format=torch.channels_last),
+        )
+
+
 def images(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape or (2, 4, 5, 6), generator=generator).to(device)
@@ -90,7 +106,11 @@ class Stand:
                     warm, wanted, [torch.ones_like(output) for output in warm], allow_unused=True
                 )
         captured = module(*sample_args)
-        static_outputs = [output.detach().clone() for output in captured]
+        memory = [_memory_of(output).clone() for output in captured]
+        static_outputs = [
+            copied.as_strided(output.shape, output.stride(), output.storage_offset())
+            for copied, output in zip(memory, captured, strict=True)
+        ]
         static_gradients = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in surface]
         differentiable = [output.requires_grad for output in captured]
         last: list[tuple[Tensor, ...]] = []
@@ -104,8 +124,8 @@ class Stand:
                         static.copy_(given)
                 with torch.set_grad_enabled(any(differentiable)):
                     last[:] = [module(*sample_args)]
-                for static, output in zip(static_outputs, last[0], strict=True):
-                    static.copy_(output.detach())
+                for copied, output in zip(memory, last[0], strict=True):
+                    copied.copy_(_memory_of(output))
                 return tuple(output.detach() for output in static_outputs)
 
             @staticmethod
@@ -130,6 +150,12 @@ class Stand:
                 return tuple(static if static is None else static.detach() for static in static_gradients)
 
         return lambda *arguments: Graphed.apply(*arguments, *parameters)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Returns all elements of the memory that a tensor is in, also those that are not its own."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((elements,), (1,), 0)
 
 
 def captured(network: nn.Module, training: bool = True, **arguments: Any) -> Running:

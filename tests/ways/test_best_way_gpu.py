@@ -11,7 +11,7 @@ from typing import Any
 import graph_workspaces
 import pytest
 import torch
-from graph_cases import Named, generator, images, trained
+from graph_cases import Named, Parts, generator, images, trained
 from torch import Tensor, nn
 
 import tconv_swap
@@ -268,6 +268,15 @@ def test_a_graph_keeps_its_workspaces_when_others_are_gone() -> None:
 def test_verified(runtime: str, layout: str, training: bool) -> None:
     made, eager = network(), network()
     call = running(made, f"ours+{layout}{runtime}", training=training)
+    report = verify_way(eager, call, Inputs.of(images(device="cuda")))
+    assert report.passed, report.failures
+
+
+@pytest.mark.parametrize("runtime", GRAPHS)
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_have_the_strides_of_eager_mode(runtime: str, training: bool) -> None:
+    eager = Parts().cuda()
+    call = running(copy.deepcopy(eager), f"ours+{runtime}", training=training)
     report = verify_way(eager, call, Inputs.of(images(device="cuda")))
     assert report.passed, report.failures
 

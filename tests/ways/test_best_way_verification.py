@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import Stand, captured, generator, images
+from graph_cases import Parts, Stand, captured, generator, images
 from torch import nn
 
 import tconv_swap
@@ -27,6 +27,17 @@ class TestVerification:
         assert {c.kind for c in report.checks} >= {"output", "grad_parameter", "buffer"}
         with pytest.warns(WayWarning):  # the verification used none of them up
             running(images(1, 4, 5, 6))
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_outputs_have_the_strides_of_eager_mode(self, stand: Stand, training: bool) -> None:
+        network = Parts()
+        running = captured(copy.deepcopy(network), training=training)
+        eager, graphed = network(images()), running(images())
+        assert [t.stride() for t in graphed] == [t.stride() for t in eager]
+        assert len({t.untyped_storage().data_ptr() for t in (*graphed, *running(images()))}) == 6
+        report = check.verify_way(network, running, Inputs.of(images()))
+        assert report.passed, report.failures
+        assert stand.replays > 0
 
     @pytest.mark.parametrize("training", [False, True])
     def test_a_wrong_replay_is_found(self, stand: Stand, training: bool) -> None:
