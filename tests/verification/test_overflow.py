@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from verify_cases import WRONG, checks_of, swapped_copy, with_kernel
 
 from tconv_swap.verification import verify
+from tconv_swap.verification.overflow import MARGIN, SCALES
 
 _GRADIENTS = ("grad_input", "grad_parameter")
 
@@ -37,7 +38,9 @@ def test_gradients_that_overflow_are_compared_at_a_smaller_scale() -> None:
     assert not model[0].weight.grad.isfinite().all()
     report = verify(model, swapped_copy(model), image, modes=("eval", "train"))
     assert report.passed, report.failures
-    assert [note.partition(":")[0] for note in _notes_of_overflow(report.notes)] == ["eval", "train"]
+    notes = _notes_of_overflow(report.notes)
+    assert [note.partition(":")[0] for note in notes] == ["eval", "train"]
+    assert all(f"{SCALES[0] * MARGIN:.1e} times" in note for note in notes)
     assert {check.name for check in checks_of(report, *_GRADIENTS, failed=False)} >= {"0.weight", "0.bias"}
 
 

@@ -1,8 +1,8 @@
 """The expected time of a tile of csrc/kernels/forward/narrow_mma.cu: a sum of parts, fitted to measurements.
 
 The fit is to 540 tiles of 6 layers on an H200 (docs/kernels/forward/narrow_mma.md). The mean error is 14 % for 16
-bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last. The price of a line in
-NCHW was chosen by 90 other tiles of 13 rows.
+bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last. The price of a line in NCHW was chosen by 90 other
+tiles of 13 rows.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ def max_schedules(problem: Problem, device: Device) -> int:
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     if problem.channels_last and problem.is_tf32 and channels >= WIDE_CHANNELS // 2 and g.taps > 1:
         return MAX_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
-    nchw = _nchw_schedules(problem, device)
-    beside = 1 if nchw[0] and nchw[1] == 0 and _is_wide(problem) else 0  # gemm
-    return MAX_SCHEDULES - max(sum(nchw) + beside, _stride1_schedules(problem, device))
+    im2col_nchw, pixel_rows = _nchw_schedules(problem, device)
+    gemm = 1 if im2col_nchw and _is_wide(problem) and is_a_product(g) else 0
+    return MAX_SCHEDULES - max(im2col_nchw + pixel_rows + gemm, _stride1_schedules(problem, device))
 
 
 def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
     if not _is_wide(problem):
         return im2col_nchw, 0
     if im2col_nchw:
-        # gemm, which computes maps of one pixel, is the fourth kernel beside those of im2col_nchw and of this file.
+        # In a product gemm, which computes maps of one pixel, has the place of pixel_rows.
         return im2col_nchw, 0 if is_a_product(g) else 1
     return 0, grad_weight_pixel_rows.MAX_SCHEDULES
 
