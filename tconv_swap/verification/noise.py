@@ -1,7 +1,8 @@
-"""Adds the rounding that some layers may do to their outputs and to the gradients that reach them."""
+"""Adds the rounding that some layers, or the operators of compiled code, may do differently."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-_Generators = dict[torch.device, torch.Generator]
+#: Draws numbers from -1 to 1 in the shape of a tensor.
+Draw = Callable[[Tensor], Tensor]
+
+# Pointwise operators and reductions that round nothing: they select, move or negate numbers, or return whole ones.
+_EXACT = re.compile(
+    "abs|amax|amin|aminmax|ceil|clamp|clamp_max|clamp_min|clip|clone|copysign|floor|fmax|fmin|frexp|hardshrink|hardtanh"
+    "|heaviside|masked_fill|max|maximum|min|minimum|nan_to_num|neg|positive|relu|relu6|round|sgn|sign|threshold"
+    "|threshold_backward|trunc|where"
+)
+# The beginnings of the names of operators without a tag that a compiler takes apart into such operators.
+_TAKEN_APART = re.compile(
+    "_(log_)?softmax|(native|cudnn)_(batch|group|layer)_norm|(_adaptive_)?avg_pool|upsample_(?!nearest)"
+    "|leaky_relu|hardswish|log_sigmoid|glu|_prelu"
+)
 
 
 class _Jitter(torch.autograd.Function):
     @staticmethod
-    def forward(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(value: Tensor, amplitude: float, draw: Draw) -> Tensor:
         return _with_rounding(value, amplitude, draw)
 
     @staticmethod
@@ -33,10 +49,23 @@ class _Jitter(torch.autograd.Function):
         return _Jitter.apply(value, amplitude, draw), in_dims[0]  # type: ignore[no-untyped-call]
 
 
-def _with_rounding(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
+def _with_rounding(value: Tensor, amplitude: float, draw: Draw) -> Tensor:
     wide = value.double() if value.dtype == torch.float64 else value.float()
     scale = torch.hypot(wide, wide.square().mean().sqrt())
     return torch.addcmul(wide, scale, draw(wide), value=amplitude).to(value.dtype)
+
+
+def _drawing(seed: int) -> Draw:
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def draw(wide: Tensor) -> Tensor:
+        place = wide.device if wide.device.type in ("cpu", "cuda") else torch.device("cpu")
+        if place not in generators:
+            generators[place] = torch.Generator(place).manual_seed(seed)
+        noise = torch.rand(wide.shape, generator=generators[place], device=place, dtype=wide.dtype)
+        return (noise * 2 - 1).to(wide.device)
+
+    return draw
 
 
 @contextmanager
@@ -56,14 +85,7 @@ def with_rounding(
             changed by it. None: they are not.
     """
     modules = dict(module.named_modules())
-    generators: _Generators = {}
-
-    def draw(wide: Tensor) -> Tensor:
-        place = wide.device if wide.device.type in ("cpu", "cuda") else torch.device("cpu")
-        if place not in generators:
-            generators[place] = torch.Generator(place).manual_seed(seed)
-        noise = torch.rand(wide.shape, generator=generators[place], device=place, dtype=wide.dtype)
-        return (noise * 2 - 1).to(wide.device)
+    draw = _drawing(seed)
 
     def hook(layer: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
@@ -84,7 +106,7 @@ def _jitter_running_mean(
     norm: _NormBase,
     input: Tensor,
     amplitude: Callable[[int, torch.dtype], float],
-    draw: Callable[[Tensor], Tensor],
+    draw: Draw,
 ) -> None:
     """Changes the running mean as another order of the sum may: relative to the elements, which may cancel."""
     mean = norm.running_mean
@@ -97,3 +119,38 @@ def _jitter_running_mean(
     share = norm.momentum if norm.momentum is not None else 1 / int(batches) if batches is not None else 0.0
     # Through `data`: a backward pass has saved the mean, but does not use it in train mode.
     mean.data += share * amplitude(channels.shape[1], input.dtype) * elements * draw(elements)
+
+
+class WithRoundedOperators(TorchDispatchMode):
+    """Changes the result of every operator that a compiler may fuse with others, in the forward and the backward pass,
+    by as much as its last rounding may.
+
+    Eager mode rounds each of these results to its dtype; fused operators keep more digits. A network may amplify that
+    inside a module: the sine of an angle in float16 depends on how the angle was rounded.
+    """
+
+    def __init__(self, roundings: float, seed: int) -> None:
+        """
+        Args:
+            roundings: the size of the change, in units of the largest error of one rounding.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._roundings = roundings
+        self._draw = _drawing(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _rounds(func):
+            for value in tree_leaves(result):
+                if isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided:
+                    amplitude = self._roundings * torch.finfo(value.dtype).eps / 2
+                    value.addcmul_(value, self._draw(value), value=amplitude)
+        return result
+
+
+def _rounds(func: Any) -> bool:
+    """Returns whether the last step of an operator is a rounding that a compiler may leave out."""
+    name = func.overloadpacket.__name__.removesuffix("_")
+    if {torch.Tag.pointwise, torch.Tag.reduction} & set(func.tags):
+        return not _EXACT.fullmatch(name)
+    return bool(_TAKEN_APART.match(name))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from tconv_swap.verification.layer_call import layer_roundoff, sum_roundoff
 from tconv_swap.verification.layers import LayerChecks, swapped_layers
 from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
 from tconv_swap.verification.network import Standard
-from tconv_swap.verification.noise import with_rounding
+from tconv_swap.verification.noise import WithRoundedOperators, with_rounding
 from tconv_swap.verification.overflow import run_in_range
 from tconv_swap.verification.report import Check, VerifyReport
 from tconv_swap.verification.runs import (
@@ -216,16 +216,23 @@ class Session:
         with self._with_rounding(standard.noisy_runs):
             standard.widen(self.runner.run(self.original, standard.mode, standard.how))
 
-    def _with_rounding(self, index: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _with_rounding(self, index: int) -> Iterator[None]:
         def amplitude(layer: nn.Module, output: Tensor) -> float:
             return ADDED_ROUNDING * layer_roundoff(layer, output)
 
         network, seed = self.original.module, self.runner.seed + index
         if self.is_compiled:
             names = [name for name, module in network.named_modules() if not any(module.children())]
-            return with_rounding(network, names, amplitude, seed, sum_roundoff)
+            with (
+                with_rounding(network, names, amplitude, seed, sum_roundoff),
+                WithRoundedOperators(ADDED_ROUNDING, seed),
+            ):
+                yield
+            return
         names = [*swapped_layers(self.swapped.module), *fused_modules(self.swapped.module)]
-        return with_rounding(network, names, amplitude, seed)
+        with with_rounding(network, names, amplitude, seed):
+            yield
 
     def _compare(self, standard: Standard) -> bool:
         """Runs the swapped network and keeps the faults; returns whether there are none."""

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from tconv_swap import swap_layers, verify
 from tconv_swap.inputs import Inputs
 from tconv_swap.verification.layer_call import sum_roundoff
-from tconv_swap.verification.noise import with_rounding
+from tconv_swap.verification.noise import WithRoundedOperators, with_rounding
 from tconv_swap.verification.runs import CHANGED
 from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.run import Running, build
@@ -180,6 +180,63 @@ def test_only_a_compiler_may_add_up_a_mean_in_another_order(
     )
     assert report.passed == passes, report
     assert all("running_mean" in failure for failure in report.failures)
+
+
+class Angles(nn.Module):
+    """Encodes positions as SAM does: one module rounds large angles to float16 and amplifies that by its sines. A
+    compiler fuses the product and the sine, so that ``keeps`` digits that eager mode rounds away."""
+
+    def __init__(self, keeps: bool, turn: float = 2 * torch.pi) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.keeps, self.turn = nn.ConvTranspose2d(4, 6, 4, 2, 1), keeps, turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = 4 * self.up(x)
+        if self.keeps:
+            return torch.sin(self.turn * y.float()).to(y.dtype)
+        return torch.sin(self.turn * y)
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "turn", "passes"),
+    [(True, 2 * torch.pi, True), (False, 2 * torch.pi, False), (True, 2.1 * torch.pi, False)],
+)
+def test_only_a_compiler_may_leave_a_rounding_out(is_compiled: bool, turn: float, passes: bool) -> None:
+    report = verify(
+        Angles(False).half(),
+        Angles(True, turn).half(),
+        torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0)).half(),
+        modes=("eval",),
+        backward=False,
+        reference="original",  # as for changed weights: no float64 shows how far off the original is
+        require_swapped=False,
+        is_compiled=is_compiled,
+    )
+    assert report.passed == passes, report
+
+
+@pytest.mark.parametrize(
+    "exact",
+    [torch.relu, torch.floor, torch.clone, nn.functional.relu6, nn.MaxPool2d(2), lambda x: torch.cat([x, x])],
+)
+def test_operators_that_round_nothing_stay_as_they_are(exact: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(2, 3, 4, 6)
+    expected = exact(x)
+    with WithRoundedOperators(2.0, seed=0):
+        assert torch.equal(exact(x), expected)
+
+
+def test_rounding_is_added_in_both_passes() -> None:
+    x = torch.randn(2, 3, 4, 6, requires_grad=True)
+    passes = []
+    for roundings in (0.0, 2.0):
+        with WithRoundedOperators(roundings, seed=0):
+            y = torch.sin(x)
+            passes.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+    for without, rounded in zip(*passes, strict=True):
+        off = (rounded - without).abs() / without.abs()
+        assert 0 < off.max() <= 3 * torch.finfo(x.dtype).eps
 
 
 @pytest.mark.parametrize(
