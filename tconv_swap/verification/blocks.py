@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from tconv_swap.blocks import call
 from tconv_swap.blocks.form import activate, activation_of
 from tconv_swap.blocks.modules import original_class
+from tconv_swap.kernels.norm.shape import Activation
 from tconv_swap.layer import Swapped, plain_class
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Tolerance, mismatch
+from tconv_swap.verification.kinks import KINKS, chosen_sides, moved, next_to_kinks
 from tconv_swap.verification.layer_call import accumulated, isolated, layer_roundoff, own_class, weights
 from tconv_swap.verification.report import Check, Kind
 
@@ -47,19 +49,47 @@ class _Call:
     x: Tensor
     added: Tensor | None
 
-    def by_pytorch(self, dtype: torch.dtype | None = None) -> tuple[list[Tensor], nn.Module, Tensor]:
+    def by_pytorch(
+        self, dtype: torch.dtype | None = None, across: Tensor | None = None
+    ) -> tuple[list[Tensor], nn.Module, Tensor]:
         """Returns the inputs (the added tensor is the second), the module and the output of PyTorch's own computation,
-        which can be differentiated."""
+        which can be differentiated.
+
+        Args:
+            across: where the activation's input is moved to the other side of the kink that it is next to.
+        """
+        norm, inputs = self._module(dtype), self._leaves(dtype)
+        applied = self._applied()
+        with torch.enable_grad():
+            normed = _normed(norm, inputs[0])
+            given = normed + inputs[1] if len(inputs) > 1 else normed
+            return (
+                inputs,
+                norm,
+                activate(given if across is None else moved(given, across, applied[0]), *applied),
+            )
+
+    def next_to_kinks(self) -> Tensor | None:
+        """Returns where rounding may put the activation's input on the other side of a kink; None if nowhere."""
+        if self._applied()[0] not in KINKS:
+            return None
+        with torch.no_grad():
+            exact, single = (
+                _normed(self._module(dtype), self.x.detach().to(dtype))
+                for dtype in (torch.float64, torch.float32)
+            )
+            error = float((exact - single).abs().max())
+            near = next_to_kinks(exact, self.added, error, self.x.dtype, self._applied()[0])
+        return near if bool(near.any()) else None
+
+    def _module(self, dtype: torch.dtype | None) -> nn.Module:
         norm = copy.deepcopy(self.norm)
-        if dtype is not None:
-            norm = norm.to(dtype)
-        inputs = self._leaves(dtype)
+        return norm if dtype is None else norm.to(dtype)
+
+    def _applied(self) -> tuple[Activation, float]:
         applied = activation_of(self.activation)
         assert applied is not None
-        with torch.enable_grad():
-            cls = original_class(type(norm)) or type(norm)
-            normed = cls.forward(norm, inputs[0])
-            return inputs, norm, activate(normed + inputs[1] if len(inputs) > 1 else normed, *applied)
+        return applied
 
     def by_ours(self) -> tuple[list[Tensor], nn.Module, Tensor | None]:
         """Returns the same, computed by our kernels."""
@@ -215,15 +245,25 @@ class BlockChecks:
             self._judge(made, "buffer", f"{made.name}.{name}", value, originals[name], exacts[name], unit)
 
     def _compare_gradients(self, made: _Call, grad: Tensor) -> None:
-        found = []
-        for inputs, norm, output in (made.by_ours(), made.by_pytorch(), made.by_pytorch(torch.float64)):
-            if output is None:
-                raise RuntimeError("our kernels do not take the same call again")
-            wanted = [*inputs, *(one for one in norm.parameters() if one.requires_grad)]
-            found.append(torch.autograd.grad(output, wanted, grad.to(output.dtype)))
+        ours, theirs, exact = (
+            _gradients(*computed, grad)
+            for computed in (made.by_ours(), made.by_pytorch(), made.by_pytorch(torch.float64))
+        )
+        exact_of_theirs, near = exact, made.next_to_kinks()
+        if near is not None:
+            # Both slopes of a kink are right there; each is compared with float64 on the sides that it has chosen.
+            at = 0 if made.added is None else 1
+            other = _gradients(*made.by_pytorch(torch.float64, near), grad)[at]
+            exact_of_theirs, exact = (
+                _gradients(*made.by_pytorch(torch.float64, across), grad) if bool(across.any()) else exact
+                for across in (chosen_sides(near, found[at], exact[at], other) for found in (theirs, ours))
+            )
         kinds = (_GRADIENTS[0],) * (2 if made.added is not None else 1) + _GRADIENTS[1:]
-        for kind, ours, theirs, exact in zip(kinds, *found, strict=False):
-            self._judge(made, kind, made.name, ours, theirs, exact, _rounding(ours, _terms(made)))
+        for kind, value, original, truth, its in zip(
+            kinds, ours, theirs, exact, exact_of_theirs, strict=False
+        ):
+            unit = _rounding(value, _terms(made))
+            self._judge(made, kind, made.name, value, original, truth, unit, exact_of_original=its)
 
     def _judge(
         self,
@@ -234,16 +274,34 @@ class BlockChecks:
         original: Tensor,
         exact: Tensor,
         unit: float,
+        exact_of_original: Tensor | None = None,
     ) -> None:
         if wrong := mismatch(value, original):
             self.checks.append(Check(made.mode, kind, name, 0.0, math.inf, 0.0, False, wrong))
             return
-        first = compare.difference(original, exact, original, self.tolerance)
+        truth = exact if exact_of_original is None else exact_of_original
+        first = compare.difference(original, truth, original, self.tolerance)
         second = compare.difference(value, exact, original, self.tolerance)
         floor = compare.allowed_without_error(unit, original.numel())
         limit = compare.excused(first.norms, original.dtype, original.device, EXCUSABLE_ERROR).larger(floor)
         verdict = compare.judge(first.norms, second.norms, limit, self.tolerance)
         self.checks.append(Check.of(made.mode, kind, name, verdict, second.describe(original.shape)))
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    cls = original_class(type(norm)) or type(norm)
+    normed: Tensor = cls.forward(norm, x)
+    return normed
+
+
+def _gradients(
+    inputs: list[Tensor], norm: nn.Module, output: Tensor | None, grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of the inputs, the weight and the bias, as far as they require one."""
+    if output is None:
+        raise RuntimeError("our kernels do not take the same call again")
+    wanted = [*inputs, *(one for one in norm.parameters() if one.requires_grad)]
+    return torch.autograd.grad(output, wanted, grad.to(output.dtype))
 
 
 def _rounding(value: Tensor, terms: int) -> float:

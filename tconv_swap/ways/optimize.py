@@ -270,8 +270,9 @@ class WaySearch:
             if report.passed:
                 self.search.change(best.way, verified=True)
                 return best.way, report
-            self.search.change(best.way, verified=False, failure=report.failures[0])
-            refusal = f"{best.way} is not chosen: {report.failures[0]}"
+            reason = report.first_divergence or report.failures[0]
+            self.search.change(best.way, verified=False, failure=reason)
+            refusal = f"{best.way} is not chosen: {reason}"
             self.search.notes.append(refusal)
             if progress is not None:
                 progress(refusal)

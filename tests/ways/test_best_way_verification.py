@@ -12,7 +12,9 @@ from torch import nn
 
 import tconv_swap
 from tconv_swap.inputs import Inputs
-from tconv_swap.ways import check
+from tconv_swap.measurement.timing import Timing
+from tconv_swap.verification import VerifyReport
+from tconv_swap.ways import check, optimize
 from tconv_swap.ways.run import WayWarning, build
 from tconv_swap.ways.way import Way
 
@@ -120,3 +122,21 @@ class TestVerification:
         running = build(swapped, Way("ours", "channels_last"), inputs, training=True)
         report = check.verify_way(network, running, inputs)
         assert report.passed, report.failures
+
+
+@pytest.mark.parametrize("layer", [None, "layer 3: train: layer_output"])
+def test_the_refusal_of_a_way_names_the_layer_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, layer: str | None
+) -> None:
+    report = VerifyReport(failures=["train: output: error 1e-2"], first_divergence=layer)
+    monkeypatch.setattr(optimize, "verify_way", lambda *_, **__: report)
+    searched = optimize.WaySearch(generator(), images(), training=False, timing_s=0.01)
+    searched.search.measure = lambda today, running: (
+        Timing(2.0, 2.0, 2.0, 5, (2.0,) * 5),
+        Timing(2.0 - (running is not today), 1.0, 1.0, 5, (1.0,) * 5),
+    )
+    found = searched.fastest(searched.chosen_from("ours"), None)
+    reason = layer or "train: output: error 1e-2"
+    assert found.best.name == "pytorch"
+    assert found.notes == [f"ours is not chosen: {reason}"]
+    assert [row.failure for row in found.rows if row.failure] == [reason]
