@@ -227,8 +227,9 @@ def test_operators_that_round_nothing_stay_as_they_are(exact: Callable[[Tensor],
         assert torch.equal(exact(x), expected)
 
 
-def test_rounding_is_added_in_both_passes() -> None:
-    x = torch.randn(2, 3, 4, 6, requires_grad=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rounding_is_added_in_both_passes(device: str) -> None:
+    x = torch.randn(2, 3, 4, 6, requires_grad=True, device=device)
     passes = []
     for roundings in (0.0, 2.0):
         with WithRoundedOperators(roundings, seed=0):
