@@ -56,6 +56,16 @@ def _cells(row: Row, stage: Row) -> list[str]:
     ]
 
 
+def best_bounds(document: Row) -> Iterator[str]:
+    """Yields what bounds PyTorch's best way and ours, for each stage that was profiled."""
+    for row in best_rows(document):
+        for stage in row["stages"]:
+            for side in ("pytorch", "our"):
+                if bound := stage.get(f"{side}_bound"):
+                    title = f"{row['network']}, {row['precision']}, {STAGES[stage['stage']]}"
+                    yield f"{title}, {stage[f'{side}_way']}: {bound}"
+
+
 def best_means(document: Row) -> Iterator[str]:
     """Yields the means over all rows of a stage: our best way over PyTorch's, and over today's."""
     for name, title in STAGES.items():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models_best import best_means, best_rows, best_table
+from benchmarks.models_best import best_bounds, best_means, best_rows, best_table
 from benchmarks.models_ways import RUNTIME
 from benchmarks.networks import NETWORKS
 from benchmarks.results import geometric_mean
@@ -55,7 +55,8 @@ def table(document: Row) -> str:
     tables = [Table(headings, cells, left=3)] if rows else []
     best = best_table(document)
     tables += [best] if best is not None else []
-    lines = [*(drawn.text() for drawn in tables), *best_means(document), *_means(document)]
+    lines = [*(drawn.text() for drawn in tables), *best_bounds(document), *best_means(document)]
+    lines += _means(document)
     lines += [f"not measured: {line}" for line in document["not_measured"]]
     text = "\n".join(lines)
     return f"{machine_name(document['environment'])}, {_commits(document)}\n\n{text}\n"

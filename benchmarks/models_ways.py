@@ -20,7 +20,7 @@ from benchmarks.networks import NETWORKS
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import StageWays
 from tconv_swap.ways.search import NO_MEMORY, Progress
-from tconv_swap.ways.way import FUSED, OURS, TODAY
+from tconv_swap.ways.way import FUSED, OURS, TODAY, Way
 
 RUNTIME, LAYOUT = "best", "any"
 #: Those measured at the same time share the GPU's memory, so a large network is followed by a small one.
@@ -81,9 +81,9 @@ def measure_best(
                 raise ValueError(f"{found.stage}: none of our ways is right: {'; '.join(found.notes)}")
             with alone():
                 searched.compare(found)
-            if not found.finals:
-                raise ValueError(f"{found.stage}: {'; '.join(found.notes)}")
-            stages.append(_stage(found))
+                if not found.finals:
+                    raise ValueError(f"{found.stage}: {'; '.join(found.notes)}")
+                stages.append(_stage(found, searched.bound))
             notes += [f"{found.stage}: {note}" for note in found.notes]
     return {
         **case._asdict(),
@@ -105,8 +105,9 @@ def _progress(searched: WaySearch, announce: Callable[[str], None] | None) -> Pr
     return progress
 
 
-def _stage(found: StageWays) -> dict[str, Any]:
-    """Returns a stage; as in other rows, `original` and `swapped` are compared: PyTorch's best way and ours."""
+def _stage(found: StageWays, bound: Callable[[Way], str]) -> dict[str, Any]:
+    """Returns a stage; as in other rows, `original` and `swapped` are compared: PyTorch's best way and ours.
+    ``bound`` says what bounds a way."""
     theirs_way, ours_row = found.pytorch_best or TODAY, found.our_best
     assert ours_row is not None
     their_way, our_way = theirs_way.name, ours_row.way.name
@@ -121,6 +122,8 @@ def _stage(found: StageWays) -> dict[str, Any]:
         "over_today": times[TODAY.name].median_ms / ours.median_ms,
         "pytorch_way": their_way,
         "our_way": our_way,
+        "pytorch_bound": bound(theirs_way),
+        "our_bound": bound(ours_row.way),
         "ways": [
             {
                 "way": row.way.name,

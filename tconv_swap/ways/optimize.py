@@ -201,8 +201,7 @@ class WaySearch:
             found.best = TODAY
         if progress is not None:
             progress("profiling")
-        with preserved(self.model), cudnn_benchmark():
-            found.bound = self._bound(found.best)
+        found.bound = self.bound(found.best)
         return found
 
     def fastest(
@@ -225,6 +224,14 @@ class WaySearch:
         """Times the chosen way, the best with each kind of layers and today's, interleaved in one run."""
         with preserved(self.model), cudnn_benchmark():
             found.finals = self._finals(found)
+
+    def bound(self, way: Way) -> str:
+        """Returns one line that says what bounds a way, from a profile; `""` if the profile shows nothing."""
+        with preserved(self.model), cudnn_benchmark():
+            running = self.search.get(way)
+            variant = network_variant(running.train(self.training), self.inputs, self.stage, self.loss)
+            with preserved(running):
+                return bound_of(lambda: variant.run(variant.prepare()), self.device)
 
     def _build(self, way: Way) -> Running:
         network = deep_copy(self.model)
@@ -315,9 +322,3 @@ class WaySearch:
         running.clear()
         self.search.drop_others({TODAY, found.best})
         return {}
-
-    def _bound(self, way: Way) -> str:
-        running = self.search.get(way)
-        variant = network_variant(running.train(self.training), self.inputs, self.stage, self.loss)
-        with preserved(running):
-            return bound_of(lambda: variant.run(variant.prepare()), self.device)

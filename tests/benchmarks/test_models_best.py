@@ -127,6 +127,19 @@ def test_the_next_step_is_announced() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
+def test_a_row_says_what_bounds_both_ways() -> None:
+    row = models_ways.measure_best(Case("vae", "tf32", "any", "best"), CPU)
+    for stage in row["stages"]:
+        assert stage["pytorch_bound"].startswith("bound by ")
+        assert stage["our_bound"].startswith("bound by ")
+    (first, *_) = models_best.best_bounds({"rows": [row]})
+    step = row["stages"][0]
+    assert first == f"vae, tf32, training step, {step['pytorch_way']}: {step['pytorch_bound']}"
+    del step["pytorch_bound"], step["our_bound"]  # rows that were measured before have none
+    assert len(list(models_best.best_bounds({"rows": [row]}))) == 2
+
+
+@pytest.mark.usefixtures("no_compiler")
 def test_a_row_without_memory_for_a_way_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's memory is shared with other networks: the way might have been the fastest."""
     build = optimize.build
