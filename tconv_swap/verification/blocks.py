@@ -135,7 +135,7 @@ class _Evaluation:
             if self.norm is not None:
                 norm = copy.deepcopy(self.norm)
                 norm = norm if dtype is None else norm.to(dtype)
-                y = (original_class(type(norm)) or type(norm)).forward(norm, y)
+                y = _normed(norm, y)
             applied = activation_of(self.activation)
             assert applied is not None
             return activate(y, *applied)
@@ -289,6 +289,7 @@ class BlockChecks:
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Returns what PyTorch's own class of the norm computes."""
     cls = original_class(type(norm)) or type(norm)
     normed: Tensor = cls.forward(norm, x)
     return normed

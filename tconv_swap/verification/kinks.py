@@ -1,8 +1,8 @@
 """Finds where rounding decides on which side of a kink an activation computes.
 
 The derivative of a ReLU jumps where its input is zero. If the exact input is next to zero, rounding may give it either
-sign, and both derivatives are right. In float32 that was one of 252 million sums of a norm and another tensor, in
-PyTorch's computation and in another order of the same; a training step of a ResNet has as many.
+sign, and both derivatives are right. In float32, on a CPU, that was one of 252 million sums of a norm and another
+tensor, in PyTorch's computation and in another order of the same; a training step of a ResNet has as many.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def _jitter_running_mean(
 
 
 class WithRoundedOperators(TorchDispatchMode):
-    """Changes the result of every operator that a compiler may fuse with others, in the forward and the backward pass,
-    by as much as its last rounding may.
+    """Changes the result of every operator of a forward pass that a compiler may fuse with others, by as much as its
+    last rounding may.
 
     Eager mode rounds each of these results to its dtype; fused operators keep more digits. A network may amplify that
     inside a module: the sine of an angle in float16 depends on how the angle was rounded.
@@ -137,15 +137,28 @@ class WithRoundedOperators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._roundings = roundings
         self._draw = _drawing(seed)
+        # It is kept alive, so that no other tensor gets its memory.
+        self._last: Tensor | None = None
+
+    def amplitude(self, output: Tensor) -> float:
+        """Returns by how much the output of a module was changed, which is another change's to leave out: 0 unless the
+        module ends with an operator that was."""
+        last = self._last
+        changed = last is not None and last.data_ptr() == output.data_ptr() and last.numel() == output.numel()
+        return self._amplitude(output) if changed else 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _rounds(func):
+        is_backward = torch._C._current_graph_task_id() != -1
+        if not is_backward and _rounds(func):
             for value in tree_leaves(result):
                 if isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided:
-                    amplitude = self._roundings * torch.finfo(value.dtype).eps / 2
-                    value.addcmul_(value, self._draw(value), value=amplitude)
+                    value.addcmul_(value, self._draw(value), value=self._amplitude(value))
+            self._last = next((value for value in tree_leaves(result) if isinstance(value, Tensor)), None)
         return result
+
+    def _amplitude(self, value: Tensor) -> float:
+        return self._roundings * torch.finfo(value.dtype).eps / 2
 
 
 def _rounds(func: Any) -> bool:

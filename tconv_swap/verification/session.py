@@ -221,13 +221,14 @@ class Session:
         def amplitude(layer: nn.Module, output: Tensor) -> float:
             return ADDED_ROUNDING * layer_roundoff(layer, output)
 
+        def remaining(layer: nn.Module, output: Tensor) -> float:
+            return max(0.0, amplitude(layer, output) - operators.amplitude(output))
+
         network, seed = self.original.module, self.runner.seed + index
+        operators = WithRoundedOperators(ADDED_ROUNDING, seed)
         if self.is_compiled:
             names = [name for name, module in network.named_modules() if not any(module.children())]
-            with (
-                with_rounding(network, names, amplitude, seed, sum_roundoff),
-                WithRoundedOperators(ADDED_ROUNDING, seed),
-            ):
+            with with_rounding(network, names, remaining, seed, sum_roundoff), operators:
                 yield
             return
         names = [*swapped_layers(self.swapped.module), *fused_modules(self.swapped.module)]

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from tconv_swap import swap_layers, verify
 from tconv_swap.inputs import Inputs
+from tconv_swap.verification import session
 from tconv_swap.verification.layer_call import sum_roundoff
 from tconv_swap.verification.noise import WithRoundedOperators, with_rounding
 from tconv_swap.verification.runs import CHANGED
@@ -228,16 +229,53 @@ def test_operators_that_round_nothing_stay_as_they_are(exact: Callable[[Tensor],
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rounding_is_added_in_both_passes(device: str) -> None:
+def test_rounding_is_added_in_the_forward_pass(device: str) -> None:
     x = torch.randn(2, 3, 4, 6, requires_grad=True, device=device)
     passes = []
     for roundings in (0.0, 2.0):
         with WithRoundedOperators(roundings, seed=0):
             y = torch.sin(x)
             passes.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
-    for without, rounded in zip(*passes, strict=True):
-        off = (rounded - without).abs() / without.abs()
-        assert 0 < off.max() <= 3 * torch.finfo(x.dtype).eps
+    (without, gradient), (rounded, again) = passes
+    off = (rounded - without).abs() / without.abs()
+    assert 0 < off.max() <= 3 * torch.finfo(x.dtype).eps
+    assert torch.equal(gradient, again)
+
+
+@pytest.mark.parametrize(
+    ("module", "ends_with_one"),
+    [(nn.SiLU(), True), (nn.BatchNorm1d(16), True), (nn.Linear(16, 16), False), (nn.Flatten(), False)],
+)
+def test_the_output_of_a_module_is_not_rounded_twice(module: nn.Module, ends_with_one: bool) -> None:
+    x = torch.randn(64, 16)
+    with WithRoundedOperators(2.0, seed=0) as operators:
+        torch.sin(x)  # before the module
+        output = module(x)
+        assert (operators.amplitude(output) > 0) is ends_with_one
+        assert operators.amplitude(output.clone()) == 0
+
+
+def test_a_module_that_ends_with_a_rounded_operator_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[type[nn.Module], set[float]] = {}
+
+    def spied(
+        network: nn.Module, names: list[str], amplitude: Callable[..., float], *given: object
+    ) -> object:
+        def spy(layer: nn.Module, output: Tensor) -> float:
+            value = amplitude(layer, output)
+            found.setdefault(type(layer), set()).add(value)
+            return value
+
+        return with_rounding(network, names, spy, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(session, "with_rounding", spied)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1), nn.SiLU()).half()
+    other = nn.Sequential(network[0], nn.GELU())
+    x = torch.randn(2, 4, 9, 9).half()
+    assert not verify(network, other, x, modes=("eval",), require_swapped=False, is_compiled=True).passed
+    assert found[nn.SiLU] == {0.0}
+    assert min(found[nn.ConvTranspose2d]) >= 2 * 2.0**-11
 
 
 @pytest.mark.parametrize(
