@@ -10,6 +10,7 @@ import torch
 
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
+from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
 from tconv_swap.kernels.common.sizes import divisor, tile_sizes
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_classes import choose, of_any_size
@@ -49,8 +50,8 @@ from tconv_swap.runtime.program import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256
 _REDUCE_THREADS = 256
-#: The most columns of phases, and the most phase groups; each phase group is computed by blocks of its own.
-MAX_PHASES = 8
+#: The most phase groups; each is computed by blocks of its own.
+MAX_PHASE_GROUPS = 8
 #: The most positions by which a tile may extend beyond the last position.
 MAX_TILE_POSITIONS = 1 << 16
 #: The most tiles that a persistent block computes.
@@ -68,6 +69,8 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """Returns the ``count`` plans that are expected to be the fastest, the best first."""
+    if (channels := padded_channels(problem, problem.geometry.in_channels)) is not None:
+        return _of_more_channels(problem, channels, has_bias, device, count)
     posed = make_problem(
         problem.geometry,
         problem.dtype,
@@ -79,6 +82,27 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     if not claims(posed, device):
         return []
     return [plan_with_tile(*tile, device) for tile in choose(posed, device, count)]
+
+
+def _of_more_channels(
+    problem: Problem, channels: int, has_bias: bool, device: Device, count: int
+) -> list[Plan]:
+    """Returns the plans of the problem with so many input channels, reading copies of input and weight."""
+    g = problem.geometry
+    of_a_channel = g.out_channels * g.taps
+    copied = (
+        Rows(0, g.batch * g.height * g.width, g.in_channels, channels),
+        Rows(1, 1, g.in_channels * of_a_channel, channels * of_a_channel),
+    )
+    plans = []
+    wider = replace(problem, geometry=replace(g, in_channels=channels))
+    for plan in plan_candidates(wider, has_bias, device, count):
+        made = reading_copies(plan.launches, plan.workspace_bytes, copied, problem.dtype)
+        if made is not None:
+            launches, workspace_bytes = made
+            why = f"{plan.why}, channels padded"
+            plans.append(replace(plan, why=why, launches=launches, workspace_bytes=workspace_bytes))
+    return plans
 
 
 def claims(problem: TileProblem, device: Device) -> bool:
@@ -98,9 +122,9 @@ def claims(problem: TileProblem, device: Device) -> bool:
     if problem.input_channels_last and geometry.in_channels_per_group * problem.item % 4:
         return False
     # The code of each phase group is compiled separately, and with few channels most of a tile is padding.
-    if geometry.stride[1] > MAX_PHASES or min(_channels(problem)) < 8:
+    if min(_channels(problem)) < 8:
         return False
-    return len(group_taps(problem)) <= MAX_PHASES
+    return len(group_taps(problem)) <= MAX_PHASE_GROUPS
 
 
 def _channels(problem: TileProblem) -> tuple[int, int]:

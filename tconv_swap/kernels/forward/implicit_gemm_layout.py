@@ -19,6 +19,8 @@ from tconv_swap.runtime.integers import ceil_div
 ALIGNED_PIXELS = 128
 #: The smallest kernel size of a layer that is expected to see maps of one pixel.
 LARGE_KERNEL = 4
+#: The most columns of phases that one block computes.
+MAX_PHASES = 8
 #: Threads of grad_input/implicit_gemm_wgmma.cu that load the input.
 PRODUCER_THREADS = 128
 
@@ -165,9 +167,9 @@ class TileProblem:
             stride = (1, stride[1])
         if stride[0] * stride[1] <= 4:
             return stride
-        if stride[1] <= 8 and not (self.flat and stride[1] % 4 == 0):
-            return (1, stride[1])
-        return (1, 4)
+        if self.flat and stride[1] % 4 == 0:
+            return (1, 4)
+        return (1, next(cols for cols in range(MAX_PHASES, 0, -1) if stride[1] % cols == 0))
 
     @property
     def positions(self) -> Pair:

@@ -13,7 +13,7 @@ from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.common.sizes import Words, divisor
-from tconv_swap.kernels.forward.implicit_gemm import MAX_PHASES
+from tconv_swap.kernels.forward.implicit_gemm_layout import MAX_PHASES
 from tconv_swap.kernels.forward.narrow_ffma_choice import choose, terms
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import Words, divisor, im2col_tile_shape, tile_count_sizes
+from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
+from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
@@ -15,7 +16,7 @@ from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape,
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.runtime.integers import INT32_LIMIT, round_up
 from tconv_swap.runtime.program import (
     Argument,
     Constant,
@@ -33,9 +34,6 @@ from tconv_swap.runtime.program import (
 FAMILY = "im2col"
 #: The fewest multiply-adds for each element of grad_output at which copying grad_output to padded rows pays (measured).
 MIN_MACS_PER_PADDED = 768
-_PAD_THREADS = 256
-#: Elements that a thread copies.
-_PAD_EACH = 8
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
@@ -99,7 +97,8 @@ def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: i
     )
     launches = [main]
     if not aligned(problem):
-        launches = [_pad_rows(problem, partial_bytes), replace(main, overlaps_previous=True)]
+        padding = pad_rows(_padded_rows(problem), partial_bytes, problem.dtype)
+        launches = [padding, replace(main, overlaps_previous=True)]
     if split:
         launches.append(forward_implicit_gemm.reduce_launch(problem, tile.splits, 0, count))
     return Part(
@@ -154,18 +153,10 @@ def _padded_bytes(problem: StridedProblem) -> int:
     return geometry.batch * geometry.in_channels * geometry.height * _padded_width(problem) * problem.item
 
 
-def _pad_rows(problem: StridedProblem, to: int) -> Launch:
-    """Returns the launch that copies grad_output (float32) to padded rows, which TMA can read."""
+def _padded_rows(problem: StridedProblem) -> Rows:
+    """Returns the rows of grad_output (float32) as TMA can read them."""
     g = problem.geometry
-    rows, padded = g.batch * g.in_channels * g.height, _padded_width(problem)
-    constants = (("THREADS", _PAD_THREADS), ("EACH", _PAD_EACH))
-    return Launch(
-        Kernel("common/pad_rows.cu", "pad_rows", constants),
-        grid=ceil_div(rows * padded, _PAD_THREADS * _PAD_EACH),
-        block=_PAD_THREADS,
-        arguments=(input_(0), workspace(to), struct(0)),
-        structs=((rows, g.width, *divisor(padded)),),
-    )
+    return Rows(0, g.batch * g.in_channels * g.height, g.width, _padded_width(problem))
 
 
 def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) -> TensorMap:

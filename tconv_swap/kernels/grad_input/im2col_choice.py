@@ -55,6 +55,8 @@ MAX_CLOCKS_PER_MULTIPLY = 4.4
 #: The same for grad_input/implicit_gemm_wgmma.cu, which computes the sizes for which a layer has no tile (measured on
 #: 4 x 4 maps).
 FALLBACK_CLOCKS_PER_MULTIPLY = 5.8
+#: Batch, rows and columns of the first map of a vocoder in training, a segment of 8,192 samples.
+SEGMENTS = (16, 1, 32)
 #: Words loaded in halves pay where an element is the sum of so many products, or where grad_input has so many elements
 #: for each multiprocessor (the problems that were slower had fewer of both).
 HALVES_SUMMED = 2048
@@ -253,8 +255,7 @@ def _fastest(
 
 def _shaped_maps(layer: StridedProblem, sizes: list[StridedProblem]) -> list[tuple[int, int, int]]:
     """Returns the batch, rows and columns of maps for which a kernel has its shapes."""
-    one_row = layer.geometry.kernel[0] == layer.step[0] == 1
-    sides = product((1,), SHAPED_COLUMNS) if one_row else product(SHAPED_SIDES, SHAPED_SIDES)
+    sides = product((1,), SHAPED_COLUMNS) if layer.one_row else product(SHAPED_SIDES, SHAPED_SIDES)
     found = [(size.geometry.batch, *size.positions) for size in sizes]
     return found + [(batch, rows, cols) for rows, cols in sides for batch in SHAPED_BATCHES]
 
@@ -263,7 +264,9 @@ def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]
     """Returns the sizes that represent all sizes of a layer, and the weight of each."""
     sizes, weights = representatives(layer)
     if layer.geometry.kernel == layer.step and not layer.one_pixel:
-        return [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
+        sizes, weights = [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
+    if layer.one_row and not layer.one_pixel:
+        sizes, weights = [*sizes, sized(layer, *SEGMENTS)], [*weights, 1.0]
     return sizes, weights
 
 
@@ -278,4 +281,7 @@ def _expected_clocks(schedule: Schedule, problem: StridedProblem, device: Device
 
 
 def _max_clocks(problem: StridedProblem, device: Device) -> float:
+    """Returns the expected clocks from which another family computes a size. Rows in TF32 no other one does well."""
+    if problem.one_row and problem.item == 4:
+        return math.inf
     return MAX_CLOCKS_PER_MULTIPLY * macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
@@ -72,6 +73,8 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
+    if (channels := padded_channels(problem, problem.geometry.out_channels)) is not None:
+        return _of_more_channels(problem, channels, device, count)
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
         posed = as_forward(problem)
@@ -100,6 +103,22 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return copied
     tiles = grad_input_choice.choose(convolution, device, count)
     return [*copied, *(part_with_tile(*tile, device.multiprocessors) for tile in tiles)]
+
+
+def _of_more_channels(problem: Problem, channels: int, device: Device, count: int) -> list[Part]:
+    """Returns the parts of the problem with so many output channels, reading copies of grad_output and weight."""
+    g = problem.geometry
+    rows, width = (g.in_channels * g.taps, 1) if problem.weight_channels_last else (g.in_channels, g.taps)
+    copied = (
+        Rows(0, g.batch * g.out_height * g.out_width, g.out_channels, channels),
+        Rows(2, rows, width * g.out_channels, width * channels),
+    )
+    parts = []
+    for part in part_candidates(replace(problem, geometry=replace(g, out_channels=channels)), device, count):
+        made = reading_copies(part.launches, part.workspace_bytes, copied, problem.dtype)
+        if made is not None:
+            parts.append(Part(part.family, f"{part.why}, channels padded", *made))
+    return parts
 
 
 def as_forward(problem: Problem) -> TileProblem:

@@ -83,6 +83,11 @@ class StridedProblem(TileProblem):
         return self.geometry.padding == (0, 0) and self.max_shift == (0, 0)
 
     @property
+    def one_row(self) -> bool:
+        """Returns whether the layer is one of rows: neither its kernel nor its stride reaches into another one."""
+        return self.geometry.kernel[0] == self.step[0] == 1
+
+    @property
     def phases_used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the phases of grad_output that have taps, for each axis."""
         (kh, kw), (dh, dw), (step_h, step_w) = self.geometry.kernel, self.geometry.dilation, self.step
@@ -173,7 +178,7 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
     """Returns the sizes that represent all sizes of a layer, and the weight of each."""
     channels, (least, most) = layer.geometry.out_channels_per_group, CHANNEL_COLUMNS
     sizes: tuple[tuple[int, int, int], ...]
-    if layer.one_pixel or layer.geometry.kernel[0] == layer.step[0] == 1:
+    if layer.one_pixel or layer.one_row:
         sizes = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW
         weights = [SINGLE if batch == 1 else 1.0 for batch, _, _ in sizes]
     else:
@@ -182,7 +187,18 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
             (SINGLE if batch == 1 else 1.0) * (1.0 if least <= channels * columns <= most else UNUSUAL)
             for batch, _, columns in sizes
         ]
-    return [sized(layer, *size) for size in sizes], weights
+    found = [sized(layer, *size) for size in sizes]
+    return [_of_whole_strides(one) for one in found] if sizes is SIZES_OF_ONE_ROW else found, weights
+
+
+def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
+    """Returns the problem with the output_padding that makes grad_output's columns whole strides, as layers that
+    multiply the length of their input have it."""
+    geometry, step = problem.geometry, problem.step[1]
+    added = -geometry.width % step
+    missing_h, missing_w = geometry.output_padding
+    posed = replace(geometry, width=geometry.width + added, output_padding=(missing_h, missing_w - added))
+    return replace(problem, geometry=posed)
 
 
 @lru_cache(maxsize=256)

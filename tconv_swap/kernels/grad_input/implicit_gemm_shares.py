@@ -7,6 +7,7 @@ from dataclasses import replace
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, has_another_step
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import MAX_STEP
 from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import MIN_CHANNELS, MIN_SUMMED
 from tconv_swap.kernels.problem import Device
 
@@ -27,13 +28,16 @@ def share_of_tma(layer: StridedProblem, device: Device) -> int:
         return 1
     pixels = _of_one_pixel(layer, device)
     if not _shared(layer, device):
-        return MAX_KERNELS - pixels
+        return MAX_TMA if _in_whole_strides(layer, device) else MAX_KERNELS - pixels
     return MAX_TMA - (pixels if _may_be_transposed(layer) else 0)
 
 
 def share_of_im2col(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels im2col has."""
-    return min(share_of_tma(layer, device), MAX_IM2COL if layer.item == 2 else MAX_TMA)
+    if layer.one_pixel or layer.item == 2:
+        return MAX_IM2COL
+    # The loads of implicit_gemm are slow in rows, so it has only the kernel for sizes that im2col does not compute.
+    return MAX_KERNELS - 1 - _of_one_pixel(layer, device) if layer.one_row else MAX_TMA
 
 
 def share_of_implicit_gemm(layer: StridedProblem, device: Device, of_im2col: int) -> int:
@@ -41,7 +45,8 @@ def share_of_implicit_gemm(layer: StridedProblem, device: Device, of_im2col: int
     if layer.one_pixel:
         return 1
     taken = of_im2col
-    if _shared(layer, device) and _may_be_transposed(layer):
+    by_copies = _shared(layer, device) and _may_be_transposed(layer)
+    if by_copies or _in_whole_strides(layer, device):
         taken += share_of_tma(layer, device)
     return max(1, MAX_KERNELS - _of_one_pixel(layer, device) - taken)
 
@@ -71,6 +76,12 @@ def _shared(layer: StridedProblem, device: Device) -> bool:
     others."""
     in_nchw = not (layer.input_channels_last and layer.output_channels_last)
     return device.architecture == "sm_90a" and in_nchw and layer.parts == 1
+
+
+def _in_whole_strides(layer: StridedProblem, device: Device) -> bool:
+    """Returns whether implicit_gemm_tma computes only the sizes in channels_last whose columns are whole strides."""
+    in_channels_last = layer.input_channels_last and device.architecture == "sm_90a"
+    return in_channels_last and layer.step[1] > MAX_STEP and layer.geometry.groups == layer.parts == 1
 
 
 def _may_be_transposed(layer: StridedProblem) -> bool:

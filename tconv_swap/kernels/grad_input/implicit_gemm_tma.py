@@ -56,8 +56,11 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.positions
     # Tiles may reach beyond the last position, by less than a tile.
     positions = (geometry.batch * rows + MAX_TILE_SIDE) * (cols + MAX_TILE_SIDE)
+    step_h, step_w = problem.step
+    loaded = step_w <= grad_input_tma_tile.MAX_STEP or grad_input_tma_tile.has_whole_strides(problem)
     return (
-        max(problem.step) <= grad_input_tma_tile.MAX_STEP
+        loaded
+        and step_h <= grad_input_tma_tile.MAX_STEP
         and geometry.taps <= MAX_TAPS
         and max(pixels, positions) < INT32_LIMIT
     )

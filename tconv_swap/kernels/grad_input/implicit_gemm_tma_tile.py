@@ -135,9 +135,12 @@ def legal(problem: StridedProblem, tile: TmaTile) -> bool:
 
 def may_have_phase_dimension(problem: StridedProblem, tile: TmaTile) -> bool:
     """Returns whether grad_output's columns are whole strides, and the tile reads boxes of one phase of them."""
-    geometry = problem.geometry
-    mapped = not (tile.narrow or tile.flat)
-    return mapped and geometry.groups == 1 and geometry.width % problem.step[1] == 0
+    return not (tile.narrow or tile.flat) and has_whole_strides(problem)
+
+
+def has_whole_strides(problem: StridedProblem) -> bool:
+    """Returns whether the phases of grad_output's columns can be a dimension of its tensor map."""
+    return problem.geometry.groups == 1 and problem.geometry.width % problem.step[1] == 0
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[TmaTile]:
@@ -190,6 +193,8 @@ def _all_shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
 
 def _is_loaded(problem: StridedProblem, shape: TmaTile, phase_dimension: bool) -> bool:
     (step_h, step_w), (box_h, box_w) = problem.step, box_size(problem, shape)
+    if not phase_dimension and step_w > MAX_STEP:
+        return False
     pixels = box_w if phase_dimension else (box_w - 1) * step_w + 1
     return max((box_h - 1) * step_h + 1, pixels, shape.images) <= MAX_BOX
 
@@ -215,7 +220,7 @@ def _kernels(problem: StridedProblem) -> Iterator[TmaTile]:
 def _kinds(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
     """Yields a tile of each kind of box: dense, of flat maps, of maps, of narrow maps if they differ, and of maps whose
     phases of columns are a dimension, where boxes would have too many columns otherwise."""
-    if problem.flat:
+    if problem.flat and problem.step[1] <= MAX_STEP:
         yield dense_shape(warpgroups, m_tiles)
         yield next(flat_shapes(warpgroups, m_tiles))
     for width in (8,) if narrow_alike(problem) else (8, NARROW_COLS):

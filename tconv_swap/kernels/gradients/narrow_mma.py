@@ -117,8 +117,9 @@ def channel_tiles(problem: Problem) -> Iterator[tuple[int, int, int]]:
             yield m_tiles, warps_m, groups
 
 
-def claims(problem: Problem, device: Device) -> bool:
-    """Returns whether the narrow kernels compute a problem."""
+def claims(problem: Problem, device: Device, many_taps: int = MANY_TAPS) -> bool:
+    """Returns whether the narrow kernels compute a problem. ``many_taps``: the fewest that no wide tile of the stage
+    holds."""
     geometry = problem.geometry
     if problem.dtype not in DTYPES or device.compute_capability < 80 or geometry.batch == 0:
         return False
@@ -126,7 +127,7 @@ def claims(problem: Problem, device: Device) -> bool:
         return False
     channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
     return min(channels) <= NARROW_CHANNELS or (
-        geometry.taps >= MANY_TAPS and max(channels) <= MANY_TAPS_CHANNELS
+        geometry.taps >= many_taps and max(channels) <= MANY_TAPS_CHANNELS
     )
 
 

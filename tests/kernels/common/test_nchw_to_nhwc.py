@@ -55,8 +55,9 @@ def problem(geometry: Geometry = WIDE, dtype: torch.dtype = torch.float16) -> pl
 
 
 def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_lies_there() -> None:
-    """Strides of 10 are too long for the boxes of grad_output, and no other kernel needs a copy."""
-    posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5)))
+    """Strides of 10 are too long for the boxes of grad_output if its columns are not whole strides, and no other
+    kernel needs a copy."""
+    posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5), (0, 1)))
     mask = (True, False, False)
     assert gradients_nchw_to_nhwc.pays(posed, mask, H200)
     assert gradients_nchw_to_nhwc.nhwc_grad_input(posed, H200) is None

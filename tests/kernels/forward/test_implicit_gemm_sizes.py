@@ -21,7 +21,14 @@ from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    MAX_PHASES,
+    Tile,
+    TileProblem,
+    block_count,
+    group_taps,
+    make_problem,
+)
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Kernel, Plan, input_, output
 
@@ -254,6 +261,50 @@ def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
         assert len(seen) == batch * columns
 
 
+#: Kernels, strides and padding of upsampling layers, most of them of vocoders: kernel, stride and padding of a row.
+WIDE_STRIDES = [
+    (16, 10, 3),
+    (20, 10, 5),
+    (24, 12, 6),
+    (18, 9, 4),
+    (30, 16, 7),
+    (10, 10, 0),
+    (12, 12, 0),
+    (7, 14, 0),
+]
+
+
+def wide_stride(width: int, wide: tuple[int, int, int], batch: int = 3) -> Geometry:
+    kernel, stride, padding = wide
+    return Geometry(batch, 96, 1, width, 72, (1, kernel), (1, stride), (0, padding))
+
+
+@pytest.mark.parametrize("wide", WIDE_STRIDES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_wide_strides_are_computed_in_groups_of_phases(
+    wide: tuple[int, int, int], channels_last: bool
+) -> None:
+    """Blocks of their own compute up to eight phases each, which divide the stride."""
+    geometry = wide_stride(50, wide)
+    for dtype, precision in MODES:
+        posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
+        assert forward_implicit_gemm.claims(posed, H200)
+        rows, cols = posed.phases
+        assert rows == 1
+        assert geometry.stride[1] % cols == 0
+        assert 2 <= cols <= MAX_PHASES
+        assert len(group_taps(posed)) == geometry.stride[1] // cols <= forward_implicit_gemm.MAX_PHASE_GROUPS
+        assert sum(group_taps(posed)) == geometry.taps
+
+
+@pytest.mark.parametrize("stride", [11, 17, 26])
+def test_strides_of_too_many_groups_are_left_out(stride: int) -> None:
+    posed = make_problem(
+        wide_stride(50, (2 * stride, stride, 0)), torch.float16, "tf32", True, True, has_bias=False
+    )
+    assert not forward_implicit_gemm.claims(posed, H200)
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------------
 
 
@@ -328,3 +379,22 @@ def test_tiles_of_several_images(height: int, width: int, channels: int) -> None
     assert_kernel_matches(
         made, geometry, torch.float32, (False, False), TOLERANCE[torch.float32], with_bias=True
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("wide", WIDE_STRIDES)
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_wide_strides(
+    wide: tuple[int, int, int], channels_last: bool, dtype: torch.dtype, precision: str
+) -> None:
+    torch.manual_seed(0)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the tiles are chosen for sm_90a")
+    for width, batch in ((41, 3), (96, 2), (3, 5)):
+        geometry = wide_stride(width, wide, batch)
+        posed = make_problem(geometry, dtype, precision, channels_last, channels_last, has_bias=True)
+        for problem, tile in forward_classes.choose(posed, H200, 4):
+            made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+            layouts = (channels_last, channels_last)
+            assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=True)

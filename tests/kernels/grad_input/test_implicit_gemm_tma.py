@@ -31,7 +31,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
 
 def random_geometry(rng: random.Random, item: int) -> Geometry:
     """Returns a geometry with channels in 16-byte multiples and a stride above 1; often kernel = stride, and small
-    maps."""
+    maps, and some with columns of whole strides above 8."""
     unit = 16 // item
     while True:
         groups = rng.choice((1, 1, 1, 2, 3))
@@ -40,8 +40,16 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
         size = (rng.randint(1, largest), rng.randint(1, largest))
         channels = [groups * unit * rng.choice((1, 3, 8, 9, 16, 17, 33)) for _ in range(2)]
         batch = rng.choice((1, 2, 5, 9))
-        if rng.random() < 0.3:
+        kind = rng.random()
+        if kind < 0.3:
             geometry = Geometry(batch, channels[0], *size, channels[1], kernel, kernel, groups=groups)
+        elif kind < 0.5:
+            stride = (rng.randint(1, 3), rng.choice((9, 10, 12, 16, 33)))
+            kernel, padding = (rng.randint(1, 2), rng.randint(1, 32)), (rng.randint(0, 1), rng.randint(0, 8))
+            geometry = Geometry(
+                batch, channels[0] // groups, *size, channels[1] // groups, kernel, stride, padding
+            )
+            geometry = replace(geometry, output_padding=(0, -geometry.out_width % stride[1]))
         else:
             stride = (rng.randint(1, 4), rng.randint(1, 4))
             dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)))
@@ -215,7 +223,7 @@ def test_the_family_comes_first_where_it_computes_the_problem() -> None:
     assert parts[-1].family == grad_input_implicit_gemm.FAMILY
     for other in (
         replace(problem, channels_last=False, weight_channels_last=False),
-        replace(problem, geometry=replace(geometry, out_channels=63)),
+        replace(problem, geometry=replace(geometry, out_channels=62)),
         replace(problem, dtype=torch.float32),
     ):
         families = {part.family for part in grad_input_implicit_gemm.part_candidates(other, H200, 8)}
@@ -262,6 +270,22 @@ def test_a_box_of_too_many_columns_gets_a_dimension_for_their_phases() -> None:
         ragged = replace(ONE_ROW, output_padding=(0, 1))
         posed = as_convolution(plan.Problem(ragged, *mode, True, True))
         assert not any(tile.phase_dimension for tile in grad_input_tma_choice.choose(posed, H200, 1000))
+
+
+def test_of_strides_above_8_only_whole_ones_are_loaded() -> None:
+    layer = Geometry(4, 512, 1, 100, 256, (1, 16), (1, 10), (0, 3))
+    for mode in MODES:
+        tiles = grad_input_tma_choice.choose(
+            as_convolution(plan.Problem(layer, *mode, True, True)), H200, 1000
+        )
+        assert tiles
+        assert all(tile.phase_dimension for tile in tiles)
+        for other in (
+            replace(layer, output_padding=(0, 1)),
+            replace(layer, groups=2),
+            replace(layer, kernel=(10, 4), stride=(10, 1), padding=(0, 0)),
+        ):
+            assert not grad_input_tma.claims(as_convolution(plan.Problem(other, *mode, True, True)), H200)
 
 
 def test_two_consumers_get_no_tile_that_is_larger_than_the_map() -> None:

@@ -1,4 +1,4 @@
-"""The narrow gradients: what they take, their workspace, and how many kernels they have. No GPU."""
+"""The narrow gradients: what they take, their workspace, and how many kernels they have."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from harness import assert_kernel_matches
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.runtime.program import Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -85,3 +88,39 @@ def test_narrow_gradients_have_few_kernels_for_all_batch_sizes() -> None:
         plans = [backward(RGB.with_batch(batch), mask=mask) for batch in range(1, 70)]
         kernels = {one.kernel for made in plans for one in made.launches if "narrow_mma" in one.kernel.entry}
         assert 1 <= len(kernels) <= 3
+
+
+#: More taps than the implicit GEMM of the gradient of the input computes, fewer than that of the weight does.
+SEVERAL_TAPS = [
+    Geometry(2, 32, 9, 14, 32, (10, 10), (4, 4), (3, 3)),
+    Geometry(3, 48, 7, 11, 17, (9, 9), (3, 3), (4, 4), (2, 2)),
+    Geometry(2, 64, 6, 10, 33, (12, 7), (4, 2), (4, 2)),
+    Geometry(1, 24, 12, 9, 64, (8, 9), (1, 3), (0, 4)),
+]
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", SEVERAL_TAPS, ids=str)
+def test_in_float32_no_number_of_taps_is_left_to_the_general_kernel(
+    geometry: Geometry, channels_last: bool
+) -> None:
+    assert grad_input_narrow_mma.MANY_TAPS == grad_input_implicit_gemm.MAX_TAPS + 1
+    assert grad_input_implicit_gemm.MAX_TAPS < geometry.taps < grad_input_narrow_mma.MOST_TAPS
+    made = backward(geometry, torch.float32, channels_last=channels_last, mask=(True, False, False))
+    assert made.family == "narrow_mma"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("geometry", SEVERAL_TAPS, ids=str)
+def test_several_taps_against_float64(geometry: Geometry, precision: str, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    problem = plan.Problem(geometry, torch.float32, precision, channels_last, channels_last)
+    layouts, mask = (channels_last, channels_last), (True, False, False)
+    parts = grad_input_narrow_mma.part_candidates(problem, H200, 4)
+    assert parts
+    for part in parts:
+        assert_kernel_matches(
+            part, geometry, torch.float32, layouts, 1e-5 if precision == "ieee" else 1e-3, mask
+        )
