@@ -139,7 +139,9 @@ LayerCall call_layer(const Tensor& input, const Tensor& weight, const Maybe& bia
   // The derivative of the input goes back through its cast.
   if (differentiates && input.requires_grad()) given[0] = cast(input, device, autocast);
   const auto [x, w, b] = autocast ? cast_together(given, device, *autocast) : given;
-  const auto plan = plan_of_call(FORWARD_STAGE, {&x, &w, if_there(b)}, geometry, backend);
+  const auto wants_gradient = [&](const Tensor& tensor) { return differentiates && tensor.defined() && tensor.requires_grad(); };
+  const Mask later{wants_gradient(input), wants_gradient(weight), bias && wants_gradient(*bias)};
+  const auto plan = plan_of_call(FORWARD_STAGE, {&x, &w, if_there(b)}, geometry, backend, later);
   if (differentiates && plan->is_pytorchs) {
     // PyTorch's own node is cheaper than ours in front of its operator.
     const Tensor with_edge = cast(given[1], device, autocast), bias_with_edge = cast(given[2], device, autocast);

@@ -94,10 +94,10 @@ std::shared_ptr<const CallPlan> plan_of(const Key& key, const char* planner,
 }
 
 std::shared_ptr<const CallPlan> plan_of_call(int64_t stage, Tensors tensors, at::IntArrayRef geometry,
-                                             std::string_view backend) {
+                                             std::string_view backend, const Mask& later) {
   return plan_of(key_of(stage, tensors, geometry, backend), "tconv_swap::plan_call", [&] {
     const Mask mask{(stage & 1) != 0, (stage & 2) != 0, (stage & 4) != 0};
-    return std::vector<c10::IValue>{as_list(tensors), geometry, as_list(mask), std::string(backend)};
+    return std::vector<c10::IValue>{as_list(tensors), geometry, as_list(mask), std::string(backend), as_list(later)};
   });
 }
 

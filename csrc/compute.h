@@ -41,9 +41,10 @@ c10::IValue by_python(const char* name, std::vector<c10::IValue> stack);
 std::shared_ptr<const CallPlan> plan_of(const Key& key, const char* planner,
                                         c10::function_ref<std::vector<c10::IValue>()> arguments);
 
-/// Returns the plan of a call with such tensors. Throws what Python raises if the tensors do not fit together.
+/// Returns the plan of a call with such tensors. Throws what Python raises if the tensors do not fit together. `later`: the
+/// gradients that a backward pass of this call will compute; if the call is planned, they are planned in the background.
 std::shared_ptr<const CallPlan> plan_of_call(int64_t stage, Tensors tensors, at::IntArrayRef geometry,
-                                             std::string_view backend);
+                                             std::string_view backend, const Mask& later = {});
 
 /// Launches a program on the current stream of its device; returns its outputs.
 std::vector<Tensor> launch(const Program& program, c10::ArrayRef<void*> inputs);

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,11 +23,13 @@ from tconv_swap.blocks.kernels import form_words, planned
 from tconv_swap.blocks.modules import NORM_CLASSES, AllBlocks, Blocks, evaluated_together
 from tconv_swap.cuda import call, first_use
 from tconv_swap.cuda.choice import FORWARD, Mask, backward_units
+from tconv_swap.geometry import Geometry
 from tconv_swap.inputs import Inputs
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
 from tconv_swap.kernels.common.epilogue import with_epilogue
-from tconv_swap.kernels.common.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
+from tconv_swap.kernels.common.layer_sizes import usual_sizes
+from tconv_swap.kernels.common.schedules import SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.layer import SWAPPED, ConvTranspose1d
 from tconv_swap.layer_calls import DEVICES, OperatorCall, calls_of, check_architecture, form_of, steps_of
 from tconv_swap.layer_state import LayerState
@@ -90,8 +91,8 @@ def prepare(
 
     With inputs, the network is run on them once without gradients, to find out what its layers are called with;
     PyTorch's operator computes the layers, and the network's state is restored. Without inputs, each layer's few
-    kernels are compiled for representative sizes; a call of a size for which another schedule is faster may compile one
-    more.
+    kernels are compiled: those of representative sizes. A call of a size for which another schedule is faster may
+    compile one more.
 
     On a GPU for which nothing was measured, the candidates that the first use of a layer times are compiled too. They
     are also timed if there are inputs and the network is on that GPU (see ``conv_transpose2d``).
@@ -197,13 +198,14 @@ def _usual_calls(model: nn.Module) -> Iterator[OperatorCall]:
         # The parameters of a parametrized layer have other names. They are not read, which might compute them.
         has_bias = any("bias" in name.split(".") for name in parameters)
         bias = _empty((given.out_channels,), dtype) if has_bias else None
-        for batch, *image in (*(SIZES_OF_ONE_ROW if is_1d else SIZES), *ONE_PIXEL):
-            input = _empty((batch, given.in_channels, *image), dtype)
+        of_layer = Geometry(
+            *(1, given.in_channels, 1, 1, given.out_channels, kernel),
+            *(stride, padding, output_padding, dilation, given.groups),
+        )
+        for size in usual_sizes(of_layer):
+            input = _empty(size.input_shape, dtype)
             operands = (input, weight, bias, stride, padding, output_padding, given.groups, dilation)
-            one = OperatorCall(layer, name, tuple(input.shape), input.device, operands, dtype)
-            with suppress(RuntimeError):  # the output would have no pixel
-                one.problem()
-                yield one
+            yield OperatorCall(layer, name, tuple(input.shape), input.device, operands, dtype)
 
 
 def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:

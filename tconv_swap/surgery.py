@@ -26,6 +26,7 @@ from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_class
 from tconv_swap.layer_description import count_parameters, describe_layer
 from tconv_swap.layer_state import LayerState
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
+from tconv_swap.runtime import ahead
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
@@ -218,6 +219,8 @@ def swap_layers(
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
     flops.register()
+    if torch.cuda.is_available():
+        ahead.preload()
     return target
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tconv_swap.cuda import call
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.runtime import disk_cache
 
 #: Files whose last tests read what the first ones have saved, or have planned.
 TOGETHER = ("test_foreign.py", "test_epilogue.py", "test_kernels_compile.py")
@@ -68,6 +70,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_not_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test may replace a part of a planner, whose results must not reach other tests."""
+    monkeypatch.setattr(disk_cache, "cache_directory", lambda: Path(os.devnull))
+
+
+@pytest.fixture(autouse=True)
+def _other_sizes_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests have more layers than any network, and none needs the kernels of sizes that it does not have."""
+    monkeypatch.setattr(call, "usual_sizes", lambda layer: [])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,7 +21,7 @@ from tconv_swap.cuda.call import ALIGNMENT, FORMAT_WORDS, device_facts, reads_as
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime import launch
+from tconv_swap.runtime import ahead, launch
 from tconv_swap.runtime.program import Plan
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
@@ -126,9 +126,12 @@ def plan_call(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int)
     """
     x = tensors[stage >= BACKWARD]
     assert x is not None
-    made = planned(tensors, form, stage, device_facts(x.get_device()))
+    device = device_facts(x.get_device())
+    made = planned(tensors, form, stage, device)
     if made is None:
         return DECLINED
+    if stage == FORWARD_THAT_SAVES:
+        _plan_ahead(_NormCall.read(form), tensors, device)
     return _words(made, x, (None, None, None) if stage < BACKWARD else _formats(tensors, bool(_lies(x))))
 
 
@@ -204,16 +207,36 @@ def _backward(
 ) -> Plan:
     _, x, _, weight, bias, output = tensors
     assert x is not None
-    parameter = bias if weight is None else weight
-    parameters = torch.float32 if parameter is None else parameter.dtype
     made = plan.plan_backward(
-        _norm(norm_call, x, parameters, bool(_lies(x)), output is not None),
+        _norm_of_backward(norm_call, x, weight, bias, output is not None),
         trains=bool(norm_call.trains),
         wants=wants,
         device=device,
     )
     assert made is not None  # every call with a forward plan has a backward plan
     return made
+
+
+def _norm_of_backward(
+    norm_call: _NormCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, adds: bool
+) -> Norm:
+    parameter = bias if weight is None else weight
+    parameters = torch.float32 if parameter is None else parameter.dtype
+    return _norm(norm_call, x, parameters, bool(_lies(x)), adds)
+
+
+def _plan_ahead(norm_call: _NormCall, tensors: Sequence[Tensor | None], device: Device) -> None:
+    """Compiles the kernels of the backward pass in the background, while the layers behind the norm are computed."""
+    x, weight, bias, *_, added = tensors
+    assert x is not None
+    norm = _norm_of_backward(norm_call, x, weight, bias, added is not None)
+    wants, trains = (True, weight is not None or bias is not None), bool(norm_call.trains)
+
+    def make_plans() -> list[Plan]:
+        made = plan.plan_backward(norm, trains=trains, wants=wants, device=device)
+        return [] if made is None else [made]
+
+    ahead.begin((norm, wants, trains), make_plans, device.architecture)
 
 
 def _formats(tensors: Sequence[Tensor | None], channels_last: bool) -> tuple[torch.memory_format | None, ...]:

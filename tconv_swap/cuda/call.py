@@ -21,7 +21,8 @@ from tconv_swap.cuda.choice import Mask, Step
 from tconv_swap.geometry import Arguments, from_list
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
-from tconv_swap.runtime import launch, nvrtc
+from tconv_swap.kernels.common.layer_sizes import usual_sizes
+from tconv_swap.runtime import ahead, launch, nvrtc
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import Output, Plan
 
@@ -52,7 +53,9 @@ class CallKind(NamedTuple):
 observers: list[Callable[[CallKind], object]] = []
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-_library.define("plan_call(Tensor?[] tensors, int[] geometry, bool[3] mask, str backend) -> int[]")
+_library.define(
+    "plan_call(Tensor?[] tensors, int[] geometry, bool[3] mask, str backend, bool[3] later) -> int[]"
+)
 
 
 @contextmanager
@@ -67,7 +70,11 @@ def recording() -> Iterator[list[CallKind]]:
 
 
 def plan_call(
-    tensors: Sequence[Tensor | None], geometry: Sequence[int], mask: Sequence[bool], backend: str
+    tensors: Sequence[Tensor | None],
+    geometry: Sequence[int],
+    mask: Sequence[bool],
+    backend: str,
+    later: Sequence[bool] = (False, False, False),
 ) -> list[int]:
     """Returns the plan of a call, in the words that csrc/compute.cpp reads.
 
@@ -75,6 +82,7 @@ def plan_call(
         tensors: input, weight and bias of a forward pass; grad_output, input and weight of gradients.
         geometry: as ``geometry.as_list`` writes it.
         mask: which gradients (input, weight, bias) are computed; if none is, the forward pass.
+        later: which gradients a backward pass will compute; they are planned and compiled in the background.
 
     Returns:
         The format of the result; whether PyTorch's operator computes a forward pass and all its gradients; then for
@@ -93,12 +101,11 @@ def plan_call(
         assert weight is not None
         check_backward(grad_output, input, weight, arguments)
         problem = problem_of(input, weight, None, arguments)
-        steps = _gradient_steps(problem, tuple(mask), input.get_device(), backend)
+        kind = _kind_of_gradients(problem, tuple(mask), input.get_device())
+        ahead.settle((kind, backend))
+        steps = _gradient_steps(kind.problem, kind.mask, kind.device, backend)
         formats = _formats(tensors, (_format(problem.channels_last),) * 3)
         is_pytorchs = False
-        kind = CallKind(
-            plan.with_weight_layout(problem, problem.channels_last), tuple(mask), False, input.get_device()
-        )
     else:
         input, weight, bias = tensors
         assert input is not None
@@ -106,17 +113,23 @@ def plan_call(
         problem = problem_of(input, weight, bias, arguments)
         steps = (step_for(input, weight, bias, arguments, backend),)
         formats = _forward_formats(problem, tensors)
+        gradients = _kind_of_gradients(problem, (True, True, bias is not None), input.get_device())
         is_pytorchs = steps[0].plan is None and all(
             step.plan is None
-            for step in _gradient_steps(
-                problem, (True, True, bias is not None), input.get_device(), backend, "known"
-            )
+            for step in _gradient_steps(gradients.problem, gradients.mask, gradients.device, backend, "known")
         )
         kind = CallKind(problem, choice.FORWARD, bias is not None, input.get_device())
+        if any(later):
+            _plan_ahead(_kind_of_gradients(problem, tuple(later), input.get_device()), backend)
     _notify(kind, backend)
     words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
+    architecture, compiled = device_facts(input.get_device()).architecture, False
     for step in steps:
+        if step.plan is not None:
+            compiled |= launch.load_kernels(step.plan, input.device, architecture)
         words += _step_words(step, input, tensors, formats)
+    if compiled:
+        ahead.begin((kind, backend), _plans_of_other_sizes(kind, backend), architecture, niceness=ahead.LATER)
     return words
 
 
@@ -212,10 +225,7 @@ def step_for(
         RuntimeError: the tensors or arguments do not fit together.
     """
     problem = problem_of(input, weight, bias, arguments)
-    index, has_bias = input.get_device(), bias is not None
-    device = device_facts(index)
-    winners = first_use.winners(problem, choice.FORWARD, has_bias, index, device, _way(backend))
-    return choice.choose_forward(problem, has_bias, device, backend, winners)
+    return _forward_step(problem, bias is not None, input.get_device(), backend)
 
 
 @lru_cache(maxsize=64)
@@ -257,14 +267,51 @@ def _formats(tensors: Sequence[Tensor | None], wanted: Sequence[torch.memory_for
     )
 
 
+def _forward_step(
+    problem: plan.Problem, has_bias: bool, index: int, backend: str, way: first_use.Way | None = None
+) -> Step:
+    device = device_facts(index)
+    winners = first_use.winners(problem, choice.FORWARD, has_bias, index, device, way or _way(backend))
+    return choice.choose_forward(problem, has_bias, device, backend, winners)
+
+
 def _gradient_steps(
     problem: plan.Problem, mask: Mask, index: int, backend: str, way: first_use.Way | None = None
 ) -> tuple[Step, ...]:
-    # PyTorch gives every gradient, also the weight's, the format of the output.
-    problem = plan.with_weight_layout(problem, problem.channels_last)
     device = device_facts(index)
     winners = first_use.winners(problem, mask, False, index, device, way or _way(backend))
     return choice.choose_backward(problem, mask, device, backend, winners)
+
+
+def _kind_of_gradients(problem: plan.Problem, mask: Mask, index: int) -> CallKind:
+    # PyTorch gives every gradient, also the weight's, the format of the output.
+    return CallKind(plan.with_weight_layout(problem, problem.channels_last), mask, False, index)
+
+
+def _plan_ahead(kind: CallKind, backend: str) -> None:
+    """Plans and compiles gradients in the background."""
+    architecture = device_facts(kind.device).architecture
+    others = _plans_of_other_sizes(kind, backend)
+    ahead.begin((kind, backend), lambda: _plans_of(kind, backend), architecture, others)
+
+
+def _plans_of(kind: CallKind, backend: str) -> list[Plan]:
+    """Returns our plans of a kind of call, chosen by what is known."""
+    if kind.mask:
+        steps = _gradient_steps(kind.problem, kind.mask, kind.device, backend, "known")
+    else:
+        steps = (_forward_step(kind.problem, kind.has_bias, kind.device, backend, "known"),)
+    return [step.plan for step in steps if step.plan is not None]
+
+
+def _plans_of_other_sizes(kind: CallKind, backend: str) -> Callable[[], Iterator[Plan]]:
+    """Returns a function that plans a layer for the sizes that represent all: a layer has few kernels."""
+
+    def make_plans() -> Iterator[Plan]:
+        for geometry in usual_sizes(kind.problem.geometry):
+            yield from _plans_of(kind._replace(problem=replace(kind.problem, geometry=geometry)), backend)
+
+    return make_plans
 
 
 def _way(backend: str) -> first_use.Way:

@@ -17,7 +17,7 @@ logger = logging.getLogger("tconv_swap")
 
 ENVIRONMENT_VARIABLE = "TCONV_SWAP_CACHE"
 
-COMPILED = ("kernels", "host")
+COMPILED = ("kernels", "host", "plans")
 TUNED = ("tuned",)
 """The parts of the cache directory that are ours: the directory may hold other files too."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,12 @@ from tconv_swap.runtime.program import Constant, Kernel
 logger = logging.getLogger("tconv_swap")
 
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+
+_lock = threading.Lock()
+#: The kernels that a thread is compiling, by the path of what is kept: other threads wait for its result.
+_being_compiled: dict[Path, Future[tuple[bytes, str]]] = {}
+# The threads of the parent do not run in a forked process.
+os.register_at_fork(after_in_child=_being_compiled.clear)
 
 
 @lru_cache(maxsize=1)
@@ -66,17 +73,35 @@ def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
 
 
 def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
-    """Returns the same, and the compiler's resource report (registers, spills) of every entry in the source."""
-    source, options = render(kernel), _options(architecture)
+    """Returns the same, and the compiler's resource report (registers, spills) of every entry in the source. Where
+    another thread is compiling the kernel, it waits for that one's result."""
+    source = render(kernel)
     stem = _stem(kernel, architecture, source)
-    cubin_path, log_path = stem.with_suffix(".cubin"), stem.with_suffix(".log")
-    kept = _read(cubin_path, log_path)
+    kept = _read(stem)
     if kept is not None:
         return kept
+    own: Future[tuple[bytes, str]] = Future()
+    with _lock:
+        first = _being_compiled.setdefault(stem, own)
+    if first is not own:
+        return first.result()
+    try:
+        # Another thread may have ended between the two lines above.
+        own.set_result(_read(stem) or _compile(kernel, architecture, source, stem))
+    except BaseException as error:
+        own.set_exception(error)
+    finally:
+        with _lock:
+            del _being_compiled[stem]
+    return own.result()
+
+
+def _compile(kernel: Kernel, architecture: str, source: str, stem: Path) -> tuple[bytes, str]:
+    """Compiles a kernel and keeps what ``_read`` reads."""
     headers = {name: text for name, text in _kernel_files().items() if name.endswith(".cuh")}
     logger.info("compiling %s for %s", kernel.entry, architecture)
     try:
-        cubin, log = nvrtc.compile_cubin(source, kernel.source, headers, options)
+        cubin, log = nvrtc.compile_cubin(source, kernel.source, headers, _options(architecture))
     except nvrtc.CompileError as error:
         path = stem.with_suffix(".cu")
         with suppress(OSError):  # the compiler's message matters more
@@ -84,12 +109,28 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
             raise nvrtc.CompileError(f"{error}\nThe source is in {path}") from None
         raise
     try:
-        write_atomically(log_path, f"{_seal(cubin, log)}\n{log}".encode())
-        write_atomically(cubin_path, cubin)
+        write_atomically(stem.with_suffix(".log"), f"{_seal(cubin, log)}\n{log}".encode())
+        write_atomically(stem.with_suffix(".cubin"), cubin)
     except OSError as error:
         # The disk is full, or `cache clear` is running: the machine code is valid all the same.
         warn_of_unkept(cache_directory(), error.strerror or str(error))
     return cubin, log
+
+
+def compile_kernels(kernels: Sequence[Kernel], architecture: str) -> tuple[list[bytes], bool]:
+    """Returns the machine code of several kernels, and whether any of them was not on disk. Those are compiled in
+    parallel.
+
+    Raises:
+        CompileError: as ``compile_kernel``.
+    """
+    found = {kernel: _read(_stem(kernel, architecture, render(kernel))) for kernel in kernels}
+    missing = [kernel for kernel, kept in found.items() if kept is None]
+    if missing:
+        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            made = pool.map(compile_with_log, missing, [architecture] * len(missing))
+            found.update(zip(missing, made, strict=True))
+    return [kept[0] for kept in found.values() if kept is not None], bool(missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +174,7 @@ def compile_all(
 
 def is_kept(kernel: Kernel, architecture: str) -> bool:
     """Returns whether the machine code of a kernel is on disk, complete."""
-    stem = _stem(kernel, architecture, render(kernel))
-    return _read(stem.with_suffix(".cubin"), stem.with_suffix(".log")) is not None
+    return _read(_stem(kernel, architecture, render(kernel))) is not None
 
 
 def _options(architecture: str) -> tuple[str, ...]:
@@ -149,11 +189,11 @@ def _stem(kernel: Kernel, architecture: str, source: str) -> Path:
     return cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
 
 
-def _read(cubin_path: Path, log_path: Path) -> tuple[bytes, str] | None:
-    """Returns what was written; None if it is missing, unreadable or damaged."""
+def _read(stem: Path) -> tuple[bytes, str] | None:
+    """Returns the machine code and the log that are kept; None if one is missing, unreadable or damaged."""
     try:
-        cubin = cubin_path.read_bytes()
-        seal, _, log = log_path.read_text(encoding="utf-8").partition("\n")
+        cubin = stem.with_suffix(".cubin").read_bytes()
+        seal, _, log = stem.with_suffix(".log").read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
     return (cubin, log) if seal == _seal(cubin, log) else None

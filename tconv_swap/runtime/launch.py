@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -19,15 +20,31 @@ def raise_for(code: int) -> None:
         raise RuntimeError(host.library().tconv_last_error().decode())
 
 
-def _kernel(kernel: Kernel, architecture: str) -> int:
-    key = (kernel, architecture)
-    if key not in _kernels:
-        handle = ctypes.c_void_p()
-        cubin = jit.compile_kernel(kernel, architecture)
-        raise_for(host.library().tconv_load_kernel(cubin, kernel.entry.encode(), ctypes.byref(handle)))
-        assert handle.value is not None
-        _kernels[key] = handle.value
-    return _kernels[key]
+def missing_kernels(plan: Plan, architecture: str) -> list[Kernel]:
+    """Returns the kernels of a plan that this process has not loaded, each once."""
+    wanted = dict.fromkeys(launch.kernel for launch in plan.launches)
+    return [kernel for kernel in wanted if (kernel, architecture) not in _kernels]
+
+
+def load_kernels(plan: Plan, device: torch.device, architecture: str) -> bool:
+    """Loads the kernels of a plan that this process lacks; returns whether one of them was not on disk.
+
+    Raises:
+        BuildError, CompileError, RuntimeError: as ``add_plan``.
+    """
+    missing = missing_kernels(plan, architecture)
+    if not missing:
+        return False
+    cubins, compiled = jit.compile_kernels(missing, architecture)
+    with _lock, torch.cuda.device(device):
+        for kernel, cubin in zip(missing, cubins, strict=True):
+            if (kernel, architecture) in _kernels:  # another thread has loaded it meanwhile
+                continue
+            handle = ctypes.c_void_p()
+            raise_for(host.library().tconv_load_kernel(cubin, kernel.entry.encode(), ctypes.byref(handle)))
+            assert handle.value is not None
+            _kernels[kernel, architecture] = handle.value
+    return compiled
 
 
 def _strides(output: Output) -> list[int]:
@@ -48,15 +65,15 @@ def _may_overlap(architecture: str) -> bool:
     return int("".join(filter(str.isdigit, architecture))) >= 90
 
 
-def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
-    """Returns a plan as the numbers that tconv_add_program in csrc/launch.cpp reads."""
+def plan_words(plan: Plan, dtype: torch.dtype, architecture: str, handles: Mapping[Kernel, int]) -> list[int]:
+    """Returns a plan as the numbers that tconv_add_program in csrc/launch.cpp reads. ``handles``: of its kernels."""
     words = [plan.workspace_bytes, len(plan.outputs)]
     for output in plan.outputs:
         words += [DTYPE_CODES[output.dtype or dtype], len(output.shape), *output.shape, *_strides(output)]
     words.append(len(plan.launches))
     for launch in plan.launches:
         words += [
-            _kernel(launch.kernel, architecture),
+            handles[launch.kernel],
             launch.grid,
             launch.block,
             launch.shared_bytes,
@@ -87,10 +104,12 @@ def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture:
         BuildError, CompileError: the host part or a kernel cannot be built.
         RuntimeError: the driver refuses the kernel.
     """
+    load_kernels(plan, device, architecture)
+    handles = {launch.kernel: _kernels[launch.kernel, architecture] for launch in plan.launches}
+    words = plan_words(plan, dtype, architecture, handles)
+    array = (ctypes.c_int64 * len(words))(*words)
+    handle = ctypes.c_int64()
     with _lock, torch.cuda.device(device):
-        words = plan_words(plan, dtype, architecture)
-        array = (ctypes.c_int64 * len(words))(*words)
-        handle = ctypes.c_int64()
         raise_for(host.library().tconv_add_program(array, device.index, ctypes.byref(handle)))
         return handle.value
 

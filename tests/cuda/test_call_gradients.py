@@ -20,7 +20,9 @@ from pretended_gpu import (
 )
 from torch import Tensor
 
+from tconv_swap.cuda import call
 from tconv_swap.geometry import as_list
+from tconv_swap.kernels.common.layer_sizes import usual_sizes
 from tconv_swap.measurement.modes import MODES
 
 
@@ -40,6 +42,53 @@ def test_gradients_that_are_wanted(gpu: GPU, needs: tuple[bool, ...]) -> None:
         check_derivatives(gpu, leaves)
     assert gpu.planned == ["output", "gradients"]
     assert len(gpu.launched) >= 6
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=["eager", "autocast"])
+@pytest.mark.parametrize("needs", [one for one in product([False, True], repeat=3) if any(one)], ids=str)
+def test_gradients_that_are_wanted_are_planned_with_the_forward_pass(
+    gpu: GPU, needs: tuple[bool, ...], dtype: torch.dtype | None
+) -> None:
+    leaves = [one.requires_grad_(wanted) for one, wanted in zip(operands(), needs, strict=True)]
+    y = gpu.differentiable(*leaves) if dtype is None else gpu.under_autocast(*leaves, dtype)
+    (make_plans,) = gpu.begun
+    before = len(gpu.launched)
+    y.backward(torch.ones_like(y))
+    computed = [
+        made for made, _ in map(gpu._plans.__getitem__, gpu.launched[before:]) if made.family != "cast"
+    ]
+    assert [made.kernels_digest for made in make_plans()] == [made.kernels_digest for made in computed]
+    assert len(gpu.begun) == 1
+
+
+def test_a_new_layer_is_planned_for_other_sizes(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has few kernels, which are compiled before another size needs them."""
+    monkeypatch.setattr(call, "usual_sizes", usual_sizes)
+    gpu.compiles = True
+    x, w, b = operands()
+    y = gpu.differentiable(x, w.requires_grad_(), b)
+    of_gradients, of_other_sizes = gpu.begun
+    y.backward(torch.ones_like(y))
+    *_, gradients_of_other_sizes = gpu.begun
+    for make_plans in (of_other_sizes, gradients_of_other_sizes):
+        sizes = {made.outputs[0].shape for made in make_plans()}
+        kernels = {one.kernel for made in make_plans() for one in made.launches}
+        assert 2 <= len(kernels) < 25
+        if make_plans is of_other_sizes:
+            assert len(sizes) > 12
+    assert len(of_gradients()) == 1
+    assert len(gpu.begun) == 3
+    gpu.compiles = False
+    gpu.differentiable(x[:1], w.detach(), b)
+    assert len(gpu.begun) == 3
+
+
+def test_no_gradients_are_planned_where_none_are_wanted(gpu: GPU) -> None:
+    x, w, b = operands()
+    gpu.differentiable(x, w, b)
+    with torch.no_grad():
+        gpu.differentiable(x[:1], w.requires_grad_(), b)
+    assert not gpu.begun
 
 
 def check_derivatives(gpu: GPU, leaves: list[Tensor], create_graph: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Compiled kernels on disk: damaged files, full disks, caches that are cleared during a compilation."""
+"""Compiled kernels on disk: damaged files, full disks, caches that are cleared during a compilation,
+threads that compile at the same time."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,3 +137,75 @@ def test_a_cache_that_is_cleared_meanwhile(
     assert jit.compile_kernel(KERNEL, "sm_80") == CUBIN
     assert jit.compile_kernel(KERNEL, "sm_80") == CUBIN
     assert compiler.calls == 2
+
+
+def kernels(count: int) -> list[Kernel]:
+    return [
+        Kernel(KERNEL.source, KERNEL.entry, (("Element", "float"), ("THREADS", 32 * i), ("LANES", 1)))
+        for i in range(1, count + 1)
+    ]
+
+
+def test_the_kernels_of_a_plan_are_compiled_at_the_same_time(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    together = threading.Barrier(3, timeout=20)
+
+    def compile_cubin(source: str, *others: object) -> tuple[bytes, str]:
+        together.wait()
+        return source.encode(), LOG
+
+    wanted = kernels(4)
+    already = jit.compile_kernel(wanted[2], "sm_80")
+    monkeypatch.setattr(jit.nvrtc, "compile_cubin", compile_cubin)
+    found, compiled = jit.compile_kernels(wanted, "sm_80")
+    assert compiled
+    assert found[2] == already == CUBIN
+    for index in (0, 1, 3):
+        assert found[index] == jit.render(wanted[index]).encode()
+    assert jit.compile_kernels(wanted, "sm_80") == (found, False)
+
+
+def test_one_of_several_threads_compiles_a_kernel(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> tuple[bytes, str]:
+        begun.set()
+        assert go_on.wait(20)
+        return compiler(*arguments)
+
+    monkeypatch.setattr(jit.nvrtc, "compile_cubin", slow)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(jit.compile_kernel, KERNEL, "sm_80")
+        assert begun.wait(20)
+        others = [pool.submit(jit.compile_kernel, KERNEL, "sm_80") for _ in range(2)]
+        threading.Timer(0.05, go_on.set).start()
+        assert [one.result(20) for one in (first, *others)] == [CUBIN] * 3
+    assert compiler.calls == 1
+    assert not jit._being_compiled
+
+
+def test_threads_that_wait_get_the_compilers_error(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def refuse(*arguments: object) -> tuple[bytes, str]:
+        begun.set()
+        assert go_on.wait(20)
+        raise jit.nvrtc.CompileError("it does not compile")
+
+    monkeypatch.setattr(jit.nvrtc, "compile_cubin", refuse)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(jit.compile_kernel, KERNEL, "sm_80")
+        assert begun.wait(20)
+        second = pool.submit(jit.compile_kernel, KERNEL, "sm_80")
+        threading.Timer(0.05, go_on.set).start()
+        for one in (first, second):
+            with pytest.raises(jit.nvrtc.CompileError, match="it does not compile"):
+                one.result(20)
+    monkeypatch.setattr(jit.nvrtc, "compile_cubin", compiler)
+    assert jit.compile_kernel(KERNEL, "sm_80") == CUBIN

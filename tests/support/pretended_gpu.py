@@ -5,7 +5,7 @@ The code that casts, plans, copies and differentiates a call (csrc/call.cpp, cud
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +19,7 @@ from torch import Tensor
 from tconv_swap.cuda import call, tuned
 from tconv_swap.geometry import as_list
 from tconv_swap.kernels import plan
-from tconv_swap.runtime import host, launch, program
+from tconv_swap.runtime import ahead, host, launch, program
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 NCHW, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
@@ -54,12 +54,16 @@ class GPU:
         launched: handles of plans, in the order of their launches.
         casts: how many launches cast tensors for an autocast.
         planned: the calls that Python planned: ``"output"`` or ``"gradients"``.
+        begun: the functions that would make plans in the background.
+        compiles: whether the kernels of a call are not on disk.
         received: the address and strides of each tensor of these launches.
     """
 
     launched: list[int] = field(default_factory=list)
     casts: int = 0
     planned: list[str] = field(default_factory=list)
+    begun: list[Callable[[], list[program.Plan]]] = field(default_factory=list)
+    compiles: bool = False
     received: list[list[tuple[int, tuple[int, ...]] | None]] = field(default_factory=list)
     _plans: dict[int, tuple[program.Plan, torch.dtype]] = field(default_factory=dict)
     # These differ from the handles of programs that a test with a launcher of its own adds.
@@ -148,14 +152,17 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
     assert host.is_available()
     plan_call = call.plan_call
 
-    def planned(tensors: Any, geometry: Any, mask: list[bool], backend: str) -> list[int]:
+    def planned(*given: Any) -> list[int]:
+        _, _, mask, *_ = given
         gpu.planned.append("gradients" if any(mask) else "output")
-        return plan_call(tensors, geometry, mask, backend)
+        return plan_call(*given)
 
     monkeypatch.setattr(call, "plan_call", planned)
     monkeypatch.setattr(call, "device_facts", lambda index: H200)
     monkeypatch.setattr(tuned, "winners", lambda index: tuned.NONE)
     monkeypatch.setattr(launch, "add_plan", gpu.add_plan)
+    monkeypatch.setattr(launch, "load_kernels", lambda *_: gpu.compiles)
+    monkeypatch.setattr(ahead, "begin", lambda key, make_plans, *_, **__: gpu.begun.append(make_plans))
     call.forget()
     with torch.library._scoped_library("tconv_swap", "IMPL") as ops:
         ops.impl("launch", gpu.launch, "CPU")

@@ -24,7 +24,7 @@ from tconv_swap.geometry import from_list
 from tconv_swap.kernels.common.epilogue import Epilogue
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
-from tconv_swap.runtime import host, launch
+from tconv_swap.runtime import ahead, host, launch
 from tconv_swap.runtime.program import Plan
 
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -48,6 +48,7 @@ class Pretended:
         blocks: how often a block in evaluation was launched.
         layers: how often a layer or its gradients were launched as a part of a block in training.
         planned: how many calls of a norm Python planned.
+        begun: the functions that would make plans in the background.
         blocks_planned: how many calls of a block in evaluation Python planned.
         casts: whether calls of blocks are made as inside an autocast.
         spoil: changes what a kernel writes, for tests of the verification.
@@ -60,6 +61,7 @@ class Pretended:
         self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.planned = 0
         self.blocks = self.blocks_planned = self.layers = 0
         self.casts = False
+        self.begun: list[Callable[[], list[Plan]]] = []
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
         self.grad_outputs: list[tuple[int, ...]] = []
         self._made: list[tuple[Plan, Norm | None, dict[str, Any]]] = []
@@ -311,6 +313,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         patch.setattr(tuned, "winners", lambda index: tuned.NONE)
         patch.setattr(kernels, "device_facts", lambda index: H200)
         patch.setattr(launch, "add_plan", gpu.add_plan)
+        patch.setattr(launch, "load_kernels", lambda *_: False)
+        patch.setattr(ahead, "begin", lambda key, make_plans, *_, **__: gpu.begun.append(make_plans))
         patch.setattr(plan, "DTYPES", (*plan.DTYPES, torch.float64))
         for name in ("plan_forward", "plan_backward"):
             patch.setattr(plan, name, gpu.planning(getattr(plan, name)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward.col2im_tile import WARP_PIXELS, Tile, column_tiles, fits
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 
 #: The columns of the nominal maps for which the tiles of a layer are chosen; their images and rows are as many.
 NOMINAL_COLUMNS = (32, 64, 128)
@@ -27,7 +27,7 @@ def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
     return found[:count]
 
 
-@lru_cache(maxsize=256)
+@disk_cache
 def schedules(layer: Problem, device: Device) -> tuple[Tile, ...]:
     """Returns the tiles for all sizes of ``layer``, which ``of_any_size`` made: the best for each nominal map."""
     found: dict[Tile, None] = {}

@@ -28,6 +28,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: How many candidates of each class tuning can measure.
@@ -162,7 +163,7 @@ def _for_size(schedule: Schedule, problem: TileProblem, device: Device) -> tuple
 Ranked = tuple[Schedule, tuple[Schedule, ...]]
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
     """Returns the schedules of ``layer``, which ``of_any_size`` made; the first computes every size."""
     if layer.one_pixel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from math import log2, sqrt
 
 import torch
@@ -28,6 +27,7 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
     unrolled,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div
 
 #: Batch, rows and columns of the nominal maps, and of those of layers whose maps have one row; the weight of the
@@ -90,7 +90,7 @@ def _is_right(problem: Problem, tile: Tile) -> bool:
     return geometry.out_width % tile.out_row_multiple == 0
 
 
-@lru_cache(maxsize=256)
+@disk_cache
 def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
     """Returns at most ``most`` tiles for all sizes of ``layer``, which ``of_any_size`` made: about half of them
     for rows of any length, the others for rows of a multiple of 16 bytes."""

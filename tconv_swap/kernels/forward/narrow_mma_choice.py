@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from heapq import nsmallest
 
 import torch
@@ -25,6 +24,7 @@ from tconv_swap.kernels.forward.narrow_mma_tile import (
     stores_directly,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import round_up
 
 #: With fewer channels, with dilation and with groups, cuDNN computes in float32 even where TF32 is allowed.
@@ -66,7 +66,7 @@ def is_right(geometry: Geometry, tile: Tile) -> bool:
     return not tile.direct or geometry.out_width % geometry.stride[1] == 0
 
 
-@lru_cache(maxsize=256)
+@disk_cache
 def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
     """Returns at most ``most`` tiles for all sizes of ``layer``, which ``of_any_size`` made: first those that any
     size can take, for rows of any length, then about as many for rows of a multiple of 16 bytes."""

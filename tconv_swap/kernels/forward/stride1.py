@@ -28,6 +28,7 @@ from tconv_swap.kernels.forward.stride1_tile import (
     weight_bytes,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
@@ -117,7 +118,7 @@ def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Pa
     return [plan_with_tile(problem, tile) for tile in sorted(candidates(problem, device), key=order)[:count]]
 
 
-@lru_cache(maxsize=256)
+@disk_cache
 def _kernel_of_layer(
     layer: TileProblem, unaligned_rows: bool, planes: int, device: Device
 ) -> tuple[int, int, bool, int] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 
 from tconv_swap.kernels.common.schedules import PATCHES, select_covering
@@ -46,6 +45,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_im2col
 from tconv_swap.kernels.grad_input.tma_gemm import SPLITS, for_size, may_load
 from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.disk_cache import disk_cache
 
 #: The fewest channels of a group, on either side: with fewer it was not measured.
 MIN_CHANNELS = 32
@@ -90,7 +90,7 @@ def claims_layer(layer: StridedProblem, device: Device) -> bool:
     return weights * layer.item % ALIGNMENT == 0 and may_load(layer, device)
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def kernel_count(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels a layer (``of_any_size``) has over all its sizes: none if others are expected to be
     faster at all that represent them."""
@@ -167,7 +167,7 @@ def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
     return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``): those that bring the expected times of ``representatives``
     closest to the best of all kernels."""

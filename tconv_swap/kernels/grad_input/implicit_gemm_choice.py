@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import islice, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
@@ -29,6 +28,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_implicit_gemm
 from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
 #: The most registers of a thread of grad_input/implicit_gemm_mma.cu, as tile_registers counts them: with more the
@@ -132,7 +132,7 @@ def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:
     return tile if splits == tile.splits else replace(tile, splits=splits)
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """Returns the schedules of a layer (``of_any_size``), the one that computes any size first."""
     share = share_of_implicit_gemm(layer, device, grad_input_im2col_choice.kernel_count(layer, device))

@@ -4,7 +4,6 @@ one of them, in the shape of its tile that fits best, for each size. The functio
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
@@ -21,6 +20,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
 )
 from tconv_swap.kernels.grad_input.tma_gemm import for_size
 from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: With so few steps (a tap of a chunk) a tile should have at most ``SMALL`` outputs: storing the last tile, when
@@ -122,7 +122,7 @@ def _ping_pong_pays(problem: StridedProblem, tile: TmaTile, device: Device) -> b
     )
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: StridedProblem, device: Device) -> tuple[Kernel, ...]:
     """Returns the kernels of a layer (``of_any_size``): those that bring the expected times of ``representatives``
     closest to the best of all kernels. The first computes any size."""

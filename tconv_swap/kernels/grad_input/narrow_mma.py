@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import torch
@@ -46,6 +45,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
 from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
@@ -122,7 +122,7 @@ def computes(problem: Problem, tile: GradInputTile) -> bool:
     return loads_rows(problem, tile.grad_output)
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
     """Returns the tiles that a layer has for all its sizes."""
     return select_schedules(

@@ -21,6 +21,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 
 #: How many times as long other families took where this one is the fastest
 #: (benchmarks/results/h200-ablation.json).
@@ -49,7 +50,7 @@ def choose(problem: Problem, device: Device, limit: int) -> list[Tile]:
     return sorted(found, key=lambda tile: expected_clocks(g, tile, device)) if len(found) > 1 else found
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns at most ``limit`` schedules that a layer has over all its sizes."""
 

@@ -30,6 +30,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
 )
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 
 #: Kernels of a layer; of each representative size, how many tiles are compared.
 MAX_SCHEDULES, MAX_PER_SIZE = 3, 6
@@ -93,7 +94,7 @@ def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
     return best
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``)."""
     maps = [size.of(layer.geometry) for size in sizes_of(layer)]

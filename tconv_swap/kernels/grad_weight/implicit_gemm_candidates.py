@@ -31,6 +31,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     windows,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Registers of a multiprocessor.
@@ -110,7 +111,7 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[Sch
     return [best, *others[: count - 1]]
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``)."""
     # TF32 on wgmma was timed at stride 1 alone; elsewhere it is only measured, never chosen.

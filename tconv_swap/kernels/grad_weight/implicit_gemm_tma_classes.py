@@ -31,6 +31,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     stage_bytes,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div
 
 #: Bytes for each multiprocessor and clock: from the L2, from memory, of partial sums to the workspace and back.
@@ -170,7 +171,7 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tup
     return [(one, splits) for (_, splits), one in best]
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``)."""
     distinct: dict[tuple[tuple[int, int, int], Work], Schedule] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from math import gcd
 
@@ -50,6 +49,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
 from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
@@ -109,7 +109,7 @@ def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
     """Returns the tiles that a layer has over all its sizes."""
     unpadded = replace(layer.geometry, output_padding=(0, 0))

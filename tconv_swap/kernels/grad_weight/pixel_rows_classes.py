@@ -4,7 +4,6 @@ one size. Pure functions of data."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
 from tconv_swap.geometry import Geometry, Pair
@@ -23,6 +22,7 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     with_splits,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div
 
 #: Planes of grad_output that one thread of space_to_depth writes.
@@ -50,7 +50,7 @@ def choose(problem: Problem, device: Device, limit: int) -> list[tuple[PixelRows
     return found
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns at most ``limit`` schedules that a layer has over all its sizes."""
 

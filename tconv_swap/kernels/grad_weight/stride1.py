@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -33,6 +32,7 @@ from tconv_swap.kernels.grad_weight.stride1_tile import (
     with_splits,
 )
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
@@ -90,7 +90,7 @@ def choose(problem: Problem, device: Device) -> list[Stride1Tile]:
     return sorted(found, key=lambda tile: expected_clocks(problem, tile, device))
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, device: Device) -> tuple[Stride1Tile, ...]:
     """Returns the tiles that a layer has over all its sizes."""
     return select_schedules(
@@ -122,7 +122,7 @@ def preferred(problem: Problem, device: Device) -> bool:
     return problem.dtype == torch.float32 or _holds_all_channels(of_any_size(problem, False), device)
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def _holds_all_channels(layer: Problem, device: Device) -> bool:
     """Returns whether the best tile for a large image holds all input channels of a group."""
     batch, height, width = LARGE

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -16,6 +15,7 @@ from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
@@ -137,7 +137,7 @@ def tile_of(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> 
     return min(choices, key=lambda tile: _steps(problem, tile, output_mask, device))
 
 
-@lru_cache(maxsize=1024)
+@disk_cache
 def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> tuple[DepthwiseTile, ...]:
     """Returns the tiles of a layer for all its sizes, with one row; in all of them as many threads share a tile."""
     phases: dict[int, list[DepthwiseTile]] = {}

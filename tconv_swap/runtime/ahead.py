@@ -1,0 +1,125 @@
+"""Plans and compiles in the background what a network will need soon: the gradients of a layer, while its forward pass
+and the layers behind it run; then the kernels that its other sizes need, if it is a new one.
+
+Only the time of the first calls depends on it. A plan that is needed before its job has begun is made by the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import lru_cache
+from typing import TypeAlias
+
+from tconv_swap.runtime import disk_cache, host, jit, launch
+from tconv_swap.runtime.program import Kernel, Plan
+
+logger = logging.getLogger("tconv_swap")
+
+#: A pure function of data, which keeps its results. What it raises is logged: the call that needs the plans raises it
+#: again.
+MakePlans: TypeAlias = Callable[[], Iterable[Plan]]
+
+#: The niceness of the threads that compile what is needed soon, and what may be needed later.
+SOON, LATER = 5, 15
+
+_lock = threading.Lock()
+#: The jobs that have not ended.
+_jobs: dict[Hashable, Future[None]] = {}
+
+
+@lru_cache(maxsize=1)
+def _planner() -> ThreadPoolExecutor:
+    # Planning holds the interpreter's lock, so that a second thread would gain nothing.
+    return ThreadPoolExecutor(1, "tconv_swap-planner")
+
+
+@lru_cache(maxsize=2)
+def _compilers(niceness: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "tconv_swap-compiler", _be_nice, (niceness,))
+
+
+def _be_nice(niceness: int) -> None:
+    """Leaves the cores to other threads, where the system has a priority for each thread."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def preload() -> None:
+    """Reads what the first call on a GPU needs, so that this call need not: the sources, and the host part if it is
+    built."""
+    jit.sources_digest()
+    disk_cache.sources_digest()
+    if host.is_built():
+        host.is_available()
+
+
+def begin(
+    key: Hashable,
+    make_plans: MakePlans,
+    architecture: str,
+    make_others: MakePlans | None = None,
+    niceness: int = SOON,
+) -> None:
+    """Makes plans in the background, and compiles those of their kernels that are neither loaded nor on disk.
+
+    Args:
+        key: what ``settle`` is called with before the same plans are made.
+        make_others: further plans, which are made the same way later if a kernel of the first ones was missing.
+    """
+
+    def job() -> None:
+        try:
+            needed = dict.fromkeys(
+                kernel for made in make_plans() for kernel in launch.missing_kernels(made, architecture)
+            )
+            missing = [kernel for kernel in needed if not jit.is_kept(kernel, architecture)]
+        except Exception as error:
+            logger.info("not planned ahead: %s", error)
+            return
+        finally:
+            with _lock:
+                _jobs.pop(key, None)
+        for kernel in missing:
+            with suppress(RuntimeError):  # the interpreter ends
+                _compilers(niceness).submit(_compile, kernel, architecture)
+        if missing and make_others is not None:
+            begin((key, "others"), make_others, architecture, niceness=LATER)
+
+    jit.sources_digest()  # otherwise both threads would read the sources
+    with _lock, suppress(RuntimeError):  # the interpreter ends
+        if key not in _jobs:
+            _jobs[key] = _planner().submit(job)
+
+
+def settle(key: Hashable) -> None:
+    """Waits until the job of ``begin`` has made its plans, so that they are not made twice; cancels it where it has not
+    begun."""
+    with _lock:
+        job = _jobs.pop(key, None)
+    if job is not None and not job.cancel():
+        wait([job])
+
+
+def _compile(kernel: Kernel, architecture: str) -> None:
+    # The interpreter waits for its threads when it ends, but what is queued is then no longer needed.
+    if not threading.main_thread().is_alive():
+        return
+    try:
+        jit.compile_kernel(kernel, architecture)
+    except Exception as error:
+        logger.info("not compiled ahead: %s", error)
+
+
+def _forget_threads() -> None:
+    _jobs.clear()
+    _planner.cache_clear()
+    _compilers.cache_clear()
+
+
+# The threads of the parent do not run in a forked process.
+os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,67 @@
+"""Keeps results of planning on disk: a process plans a layer without a search if an earlier one has planned it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tconv_swap.runtime.cache import cache_directory, write_atomically
+
+logger = logging.getLogger("tconv_swap")
+
+_Result = TypeVar("_Result")
+
+#: What the results depend on beside the arguments: the sources of planning, in the package's folder.
+_SOURCES = ("geometry.py", "runtime/integers.py", "runtime/program.py", "kernels")
+_MAX_IN_MEMORY = 1024
+
+
+def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper[_Result]:
+    """Decorates a pure function of a layer and a GPU whose arguments and results are plain data. Its results are kept
+    in memory and, for later processes, on disk.
+
+    Arguments are equal if their ``repr`` is. Whoever can write to the cache directory can run code in this process: by
+    a pickle as by the library that lies beside it.
+    """
+
+    def found(*arguments: Hashable) -> _Result:
+        path = _path(f"{function.__module__}.{function.__qualname__}", arguments)
+        try:
+            kept: _Result = pickle.loads(path.read_bytes())
+            return kept
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except Exception as error:  # whatever a damaged pickle raises
+            logger.info("%s is planned again (%s)", path.name, error)
+        made = function(*arguments)
+        try:
+            write_atomically(path, pickle.dumps(made))
+        except OSError as error:
+            logger.info("%s is not kept (%s)", path.name, error)
+        return made
+
+    return lru_cache(maxsize=_MAX_IN_MEMORY)(functools.wraps(function)(found))
+
+
+def _path(name: str, arguments: tuple[Any, ...]) -> Path:
+    key = hashlib.sha256(sources_digest())
+    key.update(f"{name}{arguments!r}".encode())
+    return cache_directory() / "plans" / f"{name.removeprefix('tconv_swap.kernels.')}-{key.hexdigest()[:32]}"
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> bytes:
+    """Returns a digest of every file on which the results depend."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        place = package / source
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.digest()

@@ -1,0 +1,130 @@
+"""What is planned and compiled in the background. No GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tconv_swap.runtime import ahead, jit, launch
+from tconv_swap.runtime.program import Kernel, Launch, Plan
+
+KERNELS = [Kernel(f"{name}.cu", name, ()) for name in ("first", "second", "third")]
+
+
+def plan_of(*kernels: Kernel) -> Plan:
+    return Plan("family", "why", (), tuple(Launch(kernel, 1, 32, ()) for kernel in kernels))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
+    found: list[Kernel] = []
+    monkeypatch.setattr(jit, "compile_kernel", lambda kernel, architecture: found.append(kernel))
+    monkeypatch.setattr(jit, "is_kept", lambda kernel, architecture: kernel in found)
+    yield found
+    settled()
+
+
+def settled() -> None:
+    """Waits until nothing runs in the background."""
+    for _ in range(2):  # a job may begin another one
+        ahead._planner().submit(int).result()
+    for niceness in (ahead.SOON, ahead.LATER):
+        ahead._compilers(niceness).shutdown()
+    ahead._compilers.cache_clear()
+
+
+def test_each_kernel_that_is_not_loaded_is_compiled_once(
+    compiled: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(launch._kernels, (KERNELS[1], "sm_90a"), 7)
+    ahead.begin("a layer", lambda: [plan_of(*KERNELS), plan_of(KERNELS[0])], "sm_90a")
+    settled()
+    assert sorted(kernel.entry for kernel in compiled) == ["first", "third"]
+    assert not ahead._jobs
+
+
+def test_other_plans_are_made_if_a_kernel_was_missing(compiled: list[Kernel]) -> None:
+    for _ in range(2):
+        ahead.begin("a layer", lambda: [plan_of(KERNELS[0])], "sm_90a", lambda: [plan_of(*KERNELS)])
+        settled()
+        assert [kernel.entry for kernel in compiled[:1]] == ["first"]
+        assert sorted(kernel.entry for kernel in compiled[1:]) == ["second", "third"]
+
+
+def test_nothing_else_is_planned_if_no_kernel_was_missing(compiled: list[Kernel]) -> None:
+    compiled.append(KERNELS[0])
+    ahead.begin("a layer", lambda: [plan_of(KERNELS[0])], "sm_90a", lambda: [plan_of(*KERNELS)])
+    settled()
+    assert compiled == KERNELS[:1]
+
+
+def test_threads_in_the_background_leave_the_cores_to_others(compiled: list[Kernel]) -> None:
+    for niceness in (ahead.SOON, ahead.LATER):
+        nice = ahead._compilers(niceness).submit(
+            lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        )
+        assert nice.result() >= min(19, niceness)
+
+
+def test_a_job_that_runs_is_waited_for_and_one_that_waits_is_cancelled(compiled: list[Kernel]) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def first() -> list[Plan]:
+        begun.set()
+        assert go_on.wait(20)
+        ended.append("first")
+        return []
+
+    ahead.begin("first", first, "sm_90a")
+    ahead.begin("second", lambda: [plan_of(*KERNELS)], "sm_90a")
+    assert begun.wait(20)
+    ahead.settle("second")
+    threading.Timer(0.05, go_on.set).start()
+    ahead.settle("first")
+    assert ended == ["first"]
+    ahead.settle("no such job")
+    settled()
+    assert compiled == []
+
+
+def test_the_same_job_is_begun_once(compiled: list[Kernel]) -> None:
+    go_on = threading.Event()
+    calls: list[int] = []
+    ahead.begin("blocks the others", lambda: [plan_of()] if go_on.wait(20) else [], "sm_90a")
+    for _ in range(3):
+        ahead.begin("a layer", lambda: calls.append(1) or [], "sm_90a")  # type: ignore[func-returns-value]
+    go_on.set()
+    settled()
+    assert calls == [1]
+
+
+def test_a_failure_is_left_to_the_call_that_needs_the_plan(
+    compiled: list[Kernel], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> list[Plan]:
+        raise RuntimeError("no such layer")
+
+    with caplog.at_level("INFO", "tconv_swap"):
+        ahead.begin("a layer", fail, "sm_90a")
+        settled()
+    assert "not planned ahead: no such layer" in caplog.text
+    assert not ahead._jobs
+
+
+def test_a_forked_process_has_threads_of_its_own(compiled: list[Kernel]) -> None:
+    ahead.begin("in the parent", list, "sm_90a")
+    settled()
+    child = os.fork()
+    if child == 0:
+        made: list[int] = []
+        ahead.begin("in the child", lambda: made.append(1) or [], "sm_90a")  # type: ignore[func-returns-value]
+        end = time.monotonic() + 20
+        while not made and time.monotonic() < end:
+            time.sleep(0.01)
+        os._exit(0 if made else 1)
+    assert os.waitpid(child, 0)[1] == 0
