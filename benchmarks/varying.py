@@ -78,7 +78,8 @@ def _in_a_process(name: str, side: str, cache: str, options: argparse.Namespace)
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, ENVIRONMENT_VARIABLE: cache},
+            # NVRTC has a cache of its own, which would be warm after another stream or run.
+            env={**os.environ, ENVIRONMENT_VARIABLE: cache, "CUDA_CACHE_DISABLE": "1"},
             capture_output=True,
             text=True,
             timeout=options.seconds + GRACE_SECONDS,
