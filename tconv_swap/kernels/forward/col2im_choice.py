@@ -12,7 +12,8 @@ from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward.col2im_tile import WARP_PIXELS, Tile, column_tiles, fits
 from tconv_swap.kernels.problem import Device, Problem
 
-#: The columns of the nominal maps for which the tiles of a layer are chosen; their images and rows are as many.
+#: The columns of the nominal maps for which the tiles of a layer are chosen. A nominal map has as many rows, and a
+#: batch has as many images.
 NOMINAL_COLUMNS = (32, 64, 128)
 
 

@@ -156,8 +156,9 @@ def _pairs_rows(problem: TileProblem, tile: Tile) -> bool:
 
 def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
     """Returns the number of blocks. With wgmma each block computes several neighbouring tiles, one after another: as
-    many as give the fewest waves that ``MAX_BLOCK_TILES`` allows, because a block takes some microseconds to begin.
-    More tiles of a block would lie so far apart that they share nothing in the L2 cache."""
+    many as give the fewest waves that ``MAX_BLOCK_TILES`` allows, because a block takes some microseconds to begin. If
+    a block had more tiles, the tiles that run at the same time would be so far apart that they share nothing in the L2
+    cache."""
     tiles = block_count(problem, tile)
     if not tile.wgmma:
         return tiles

@@ -58,7 +58,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
             tile = next((deep for deep in deeper if fits(posed, deep)), tile)
         return posed, _staggered(posed, tile, device)
 
-    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all.
+    # A tile that leaves multiprocessors idle comes last, even if it is the fastest where all multiprocessors have work.
     ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * device.multiprocessors)
     yield from (deepened(*entry) for entry in ranked)
 

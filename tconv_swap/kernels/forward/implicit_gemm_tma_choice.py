@@ -23,7 +23,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: From so many outputs for each weight on, packed weights are faster in 16 bits, although packing takes time
+#: The fewest outputs for each weight with which packed weights are faster in 16 bits, although packing takes time
 #: (measured).
 MIN_OUTPUTS_PER_PACKED_WEIGHT = 8
 #: For tiles of whole rows: fragments of one multiply along a row of positions, the stages that must fit, and the
@@ -132,7 +132,7 @@ def _tma_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
         tile = replace(tile, subtile_bytes=NARROW_SUBTILE_BYTES)
     for words, min_stages in ((16, 3 if narrow else 4), (8, 2)):
         for stages in range(6, min_stages - 1, -1) if words <= max(8, problem.words) else ():
-            # Resident weights are worth less than a stage.
+            # Weights that stay in shared memory gain less than one more stage.
             for resident in (True, False) if one_weight and many_tiles else (False,):
                 yield replace(
                     tile,

@@ -51,7 +51,7 @@ _FAMILY = "stride1"
 LARGE_MAPS = ((8, 1024, 1024), (1, 1024, 1024), (8, 512, 1024), (8, 512, 512), (16, 256, 256))
 #: The fewest multiply-adds, and the fewest channels on either side, with which the kernel was measured to be faster.
 MIN_MACS, MIN_CHANNELS = 1 << 35, 32
-#: In 16 bits it is faster only with so many output channels, or with at most so many columns of taps.
+#: In 16 bits it is faster only with at least so many output channels, or with at most so many columns of taps.
 MANY_CHANNELS, FEW_TAPS = 64, 3
 _PRODUCER_THREADS, _PACK_THREADS = 32, 256
 _KINDS = {

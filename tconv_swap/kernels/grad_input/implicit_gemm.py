@@ -53,7 +53,7 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "implicit_gemm"
-#: The most taps of a kernel: with more, a multiply for each tap and step of k is too much code.
+#: The most taps of a kernel. With more, the code would be too long: it has a multiply for each tap and step of k.
 MAX_TAPS = 64
 #: The most phases of an axis that have taps: a copy of the input has a bit for each.
 MAX_PHASES = 16
@@ -137,7 +137,7 @@ def as_forward(problem: Problem) -> TileProblem:
         geometry.in_channels,
         geometry.kernel,
         padding=(padding[0], padding[1]),
-        # What output_padding added has no part in the gradient.
+        # The rows and columns that output_padding added do not contribute to the gradient.
         output_padding=(-geometry.output_padding[0], -geometry.output_padding[1]),
         dilation=geometry.dilation,
         groups=geometry.groups,

@@ -39,8 +39,8 @@ MAX_IEEE_REGISTERS = 64
 #: The most phases that are stages of their own in grad_input/implicit_gemm_wgmma.cu: a copy of the input has a bit for
 #: each.
 MAX_PHASE_STAGES = 16
-#: The same with three products: for more ptxas does not find registers. A plan with 20 phases spilled 6 KB, and its
-#: result was wrong on an H200 (and right in emulation). All plans with up to 4 were right.
+#: The same with three products. With more, ptxas does not have enough registers: a plan with 20 phases spilled 6 KB,
+#: and its result was wrong on an H200, though right in emulation. All plans with up to 4 phases were right.
 MAX_IEEE_PHASE_STAGES = 4
 #: Registers of a producer thread of grad_input/implicit_gemm_wgmma.cu that hold no input.
 PRODUCER_OVERHEAD = 64
@@ -53,9 +53,9 @@ CONSUMER_OVERHEAD = 48
 LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
-#: How much more a position counts that mma.sync multiplies: three products took 1.6 times as long with it.
+#: The cost of a position that mma.sync multiplies, relative to wgmma. With three products it took 1.6 times as long.
 HANDICAP_MMA = 1.6
-#: The same where partial sums are written although there are enough tiles: that took 1.6 to 2.6 times as long.
+#: The same where partial sums are written although there are enough tiles, which took 1.6 to 2.6 times as long.
 HANDICAP_SPLIT = 1.6
 #: Input channels of a group above which maps of 4 x 4 come before maps of 8 x 8.
 MANY_CHANNELS = 256

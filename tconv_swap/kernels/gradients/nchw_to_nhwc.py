@@ -1,4 +1,4 @@
-"""Plans the backward pass of NCHW tensors by way of channels_last: launches of common/nchw_to_nhwc.py copy the
+"""Plans the backward pass of NCHW tensors from copies in channels_last: launches of common/nchw_to_nhwc.py copy the
 tensors to channels_last in the workspace, and the kernels for channels_last compute from the copies. The functions are
 pure."""
 
@@ -43,8 +43,8 @@ GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 @dataclass(frozen=True, slots=True)
 class GradientPart:
     """A part that computes one gradient, its output, and the inputs of the plan that it reads from copies in
-    channels_last. ``transposed_back``: the part stores a transposed output, which a launch brings to the output's
-    layout."""
+    channels_last. ``transposed_back``: the part stores a transposed output, which another launch transposes to the
+    output's layout."""
 
     part: Part
     output: Output
