@@ -83,7 +83,7 @@ def computes_every_batch(problem: Problem, device: Device) -> bool:
     kernel for them and has two for all other maps. This does not hold for layers with a large kernel: they are the
     first layers of generators, which get many images."""
     geometry = of_any_size(problem.geometry)
-    posed = make_problem(
+    tile_problem = make_problem(
         geometry,
         problem.dtype,
         problem.precision,
@@ -94,7 +94,7 @@ def computes_every_batch(problem: Problem, device: Device) -> bool:
     return (
         min(geometry.kernel) < LARGE_KERNEL
         and computes_some_size(problem, device)
-        and forward_stride1.computes_some_size(posed, device)
+        and forward_stride1.computes_some_size(tile_problem, device)
     )
 
 

@@ -71,7 +71,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     """Returns the ``count`` plans that are expected to be the fastest, the best first."""
     if (channels := padded_channels(problem, problem.geometry.in_channels)) is not None:
         return _of_more_channels(problem, channels, has_bias, device, count)
-    posed = make_problem(
+    tile_problem = make_problem(
         problem.geometry,
         problem.dtype,
         problem.precision,
@@ -79,9 +79,9 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         problem.weight_channels_last,
         has_bias,
     )
-    if not claims(posed, device):
+    if not claims(tile_problem, device):
         return []
-    return [plan_with_tile(*tile, device) for tile in choose(posed, device, count)]
+    return [plan_with_tile(*tile, device) for tile in choose(tile_problem, device, count)]
 
 
 def _of_more_channels(

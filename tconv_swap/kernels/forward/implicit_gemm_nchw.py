@@ -30,9 +30,9 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     if device.architecture != "sm_90a" or problem.precision == "IEEE" or problem.input_channels_last:
         return
     if problem.item == 2 and problem.flat:
-        for posed, tile in tma_tiles(problem, device):
-            if supports_pixel_major(posed, tile):
-                yield posed, replace(tile, pixel_major=True)
+        for variant, tile in tma_tiles(problem, device):
+            if supports_pixel_major(variant, tile):
+                yield variant, replace(tile, pixel_major=True)
     geometry = problem.geometry
     if (
         geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item

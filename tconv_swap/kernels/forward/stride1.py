@@ -68,8 +68,12 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output. Workspace: the packed weights.
     """
-    posed = _tile_problem(problem, has_bias)
-    pays = not has_unaligned_rows(posed) and computes_some_size(posed, device) and preferred(posed, device)
+    tile_problem = _tile_problem(problem, has_bias)
+    pays = (
+        not has_unaligned_rows(tile_problem)
+        and computes_some_size(tile_problem, device)
+        and preferred(tile_problem, device)
+    )
     plans = plan_candidates(problem, has_bias, device, 1) if pays else []
     return plans[0] if plans else None
 

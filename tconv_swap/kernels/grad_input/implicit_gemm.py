@@ -77,14 +77,14 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return _of_more_channels(problem, channels, device, count)
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
-        posed = as_forward(problem)
-        first: list[Plan | Part] = [*forward_stride1.part_candidates(posed, device, count)]
+        forward = as_forward(problem)
+        first: list[Plan | Part] = [*forward_stride1.part_candidates(forward, device, count)]
         second: list[Plan | Part] = []
-        if forward_implicit_gemm.claims(posed, device):
+        if forward_implicit_gemm.claims(forward, device):
             second = [
-                forward_implicit_gemm.plan_with_tile(*tile, device) for tile in choose(posed, device, count)
+                forward_implicit_gemm.plan_with_tile(*tile, device) for tile in choose(forward, device, count)
             ]
-        if not forward_stride1.preferred(posed, device):
+        if not forward_stride1.preferred(forward, device):
             first, second = second, first
         made = [one for both in zip_longest(first, second) for one in both if one is not None]
         return [
@@ -142,7 +142,7 @@ def as_forward(problem: Problem) -> TileProblem:
         dilation=geometry.dilation,
         groups=geometry.groups,
     )
-    posed = make_problem(
+    forward = make_problem(
         swapped,
         problem.dtype,
         problem.precision,
@@ -150,7 +150,7 @@ def as_forward(problem: Problem) -> TileProblem:
         problem.weight_channels_last,
         has_bias=False,
     )
-    return replace(posed, of_grad_input=True)
+    return replace(forward, of_grad_input=True)
 
 
 def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:

@@ -116,12 +116,12 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
     few = [one for one in legal if one.few]
     if few and best.tile.splits == 1 and idle(best):
         best = next((one for one in few if not idle(one)), few[-1])
-    posed = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
-    found = [(posed, _for_size(best.tile, problem, device))]
+    adapted = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
+    found = [(adapted, _for_size(best.tile, problem, device))]
     if count > 1:
-        posed = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
-        others = (Schedule(posed, tile) for tile in candidates(posed, device))
-        found += [(posed, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
+        adapted = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
+        others = (Schedule(adapted, tile) for tile in candidates(adapted, device))
+        found += [(adapted, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
     return list(dict.fromkeys(found))[:count]
 
 
@@ -153,19 +153,19 @@ def _classes(layer: StridedProblem, device: Device, share: int) -> Iterator[Sche
     large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
 
     def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
-        posed = replace(sized(layer, *size), aligned=aligned)
-        tile = next(candidates(posed, device), None)
+        nominal = replace(sized(layer, *size), aligned=aligned)
+        tile = next(candidates(nominal, device), None)
         for_large = size in (MIDDLE, large) and not few and (share > 2 or (share == 2 and aligned))
         if tile is not None and tile.splits > 1 and for_large:
             # Larger maps take this schedule too, and need no splits.
-            posed = replace(sized(layer, *large), aligned=aligned)
-            tile = next((one for one in candidates(posed, device) if one.splits == 1), tile)
+            nominal = replace(sized(layer, *large), aligned=aligned)
+            tile = next((one for one in candidates(nominal, device) if one.splits == 1), tile)
         if tile is not None:
             # With mma.sync, warps store pairs of columns if this constant allows it; with wgmma they test it at run
             # time.
-            posed = replace(posed, even=aligned and not tile.wgmma)
+            nominal = replace(nominal, even=aligned and not tile.wgmma)
             handicap = (HANDICAP_SMALL if size in SMALL else 1.0) * (1.0 if tile.wgmma else HANDICAP_MMA)
-            yield Schedule(posed, tile, few, handicap)
+            yield Schedule(nominal, tile, few, handicap)
 
     if layer.one_pixel:
         yield from made(ONE_PIXEL)
