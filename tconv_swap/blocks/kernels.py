@@ -218,7 +218,7 @@ def _backward(
 
 def _formats(tensors: Sequence[Tensor | None], channels_last: bool) -> tuple[torch.memory_format | None, ...]:
     """Returns the formats that the gradient, the input and the saved statistics of a backward pass are copied into;
-    None for a tensor that is read as it lies in memory."""
+    None for a tensor that is read in its own layout."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     # A hook may have changed the layout of a saved tensor.
     wanted = zip(tensors[:3], (form, form, torch.contiguous_format), strict=True)

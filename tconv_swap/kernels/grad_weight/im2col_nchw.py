@@ -1,5 +1,5 @@
-"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32 and NCHW, grad_output
-read where it lies (sm_90a)."""
+"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32 and NCHW, without a copy of
+grad_output (sm_90a)."""
 
 from __future__ import annotations
 

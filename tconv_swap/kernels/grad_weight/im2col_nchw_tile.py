@@ -80,7 +80,7 @@ class Pixels:
 
 
 def input_read_in_place(geometry: Geometry, pixels: Pixels) -> bool:
-    """Returns whether boxes can load the input from where it lies."""
+    """Returns whether boxes can load the input without a copy of it."""
     return pixels.row_pitch == geometry.width and geometry.height * geometry.width % 4 == 0
 
 
