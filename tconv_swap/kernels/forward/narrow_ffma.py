@@ -33,9 +33,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: faster.
 MULTIPLY_ADDS_PER_ELEMENT = 84
 MULTIPLY_ADDS_PER_OUTPUT = 96
-#: The same limit of multiply-adds for each output, for layers whose stride is so large that implicit_gemm does not
-#: claim them. Apart from the narrow kernels only the general kernels and PyTorch's operator compute such layers; they
-#: took 5.7 to 22 times as long (92 products for an output, on an H200).
+#: The same limit of multiply-adds for each output, for layers of strides above MAX_PHASES, which implicit_gemm did not
+#: claim when this was measured. Apart from the narrow kernels only the general kernels and PyTorch's operator computed
+#: such layers; they took 5.7 to 22 times as long (92 products for an output, on an H200).
 MULTIPLY_ADDS_OF_WIDE_STRIDES = 128
 #: With at most so many channels on one side, FFMA is faster even above these limits, because most of a tensor core's
 #: tile would be padding.
