@@ -1,7 +1,7 @@
 """Finds every family of kernels that can compute a stage of a layer, with the best plan of each by its own ranking.
 
-The library asks the families in turn and takes the first that claims a problem; a benchmark of their worth needs all of
-them. The name of a family is the entry of its kernel, with ``nchw_to_nhwc`` in front if its plan first copies NCHW
+The library tries the families in turn and takes the first that claims a problem; a benchmark of their worth needs all
+of them. The name of a family is the entry of its kernel, with ``nchw_to_nhwc`` in front if its plan first copies NCHW
 tensors to channels_last.
 """
 
@@ -50,7 +50,7 @@ STAGES = ("forward", *MASKS)
 PYTORCH = "pytorch"
 #: The gradients of input and weight one after the other, each by the fastest family.
 APART = "apart"
-ARRANGED = "nchw_to_nhwc"
+FROM_COPIES = "nchw_to_nhwc"
 GENERAL = "general"
 
 #: Kernels that prepare the operands of another kernel, or add up its partial results.
@@ -76,7 +76,7 @@ def family_of(made: Plan) -> str:
     """Returns the name of what a plan launches, such as ``"nchw_to_nhwc grad_input_implicit_gemm_tma"``."""
     entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
     mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
-    return f"{ARRANGED} {mains}" if "nchw_to_nhwc" in entries else mains
+    return f"{FROM_COPIES} {mains}" if "nchw_to_nhwc" in entries else mains
 
 
 def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> dict[str, Plan]:
@@ -180,12 +180,12 @@ def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]
     if depthwise is not None:
         outputs = (_grad_input_output(problem), _grad_weight_output(problem))
         yield _plan(depthwise, *(one for one, wanted in zip(outputs, mask, strict=False) if wanted))
-    pieces = _arranged_pieces(problem, mask, device)
+    pieces = _parts_from_copies(problem, mask, device)
     if pieces:
         yield gradients_nchw_to_nhwc.assembled(problem, pieces, False, device)
 
 
-def _arranged_pieces(
+def _parts_from_copies(
     problem: Problem, mask: tuple[bool, ...], device: Device
 ) -> list[gradients_nchw_to_nhwc.GradientPart]:
     """Returns what can be computed from copies in channels_last, whether or not that is expected to be faster; else

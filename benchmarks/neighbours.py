@@ -53,7 +53,7 @@ SECONDS = 300.0
 WARMUP, SAMPLES = 2, 7
 
 #: For each neighbour its problem, and the plan that "auto" takes; None: PyTorch's operator.
-Posed = Mapping[str, tuple[Problem, Plan | None]]
+Planned = Mapping[str, tuple[Problem, Plan | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Prepared:
     not compile, or was removed, as "stage/neighbour"."""
 
     task: Task
-    stages: Mapping[str, Posed]
+    stages: Mapping[str, Planned]
     failures: Mapping[str, str]
 
     @property
     def launches(self) -> int:
         """Returns the number of launches of all plans."""
-        plans = [made for posed in self.stages.values() for _, made in posed.values()]
+        plans = [made for planned in self.stages.values() for _, made in planned.values()]
         return sum(len(made.launches) for made in plans if made is not None)
 
     def without(self, running: str, how: str) -> Prepared | None:
@@ -77,7 +77,7 @@ class Prepared:
         stage, _, name = running.partition("/")
         if name == OWN or name not in self.stages.get(stage, {}):
             return None
-        left = {other: posed for other, posed in self.stages[stage].items() if other != name}
+        left = {other: planned for other, planned in self.stages[stage].items() if other != name}
         return replace(self, stages={**self.stages, stage: left}, failures={**self.failures, running: how})
 
 
@@ -90,7 +90,7 @@ def prepare(task: Task, device: Device, directions: Mapping[str, tuple[str, ...]
         for name, geometry in neighbours_of(task.layer.geometry).items()
     }
     for stage in directions[task.direction]:
-        posed = stages[stage] = {}
+        planned = stages[stage] = {}
         for name, layer in layers.items():
             problem = problem_of(layer, MODES[task.mode], task.layout)
             if stage == "forward":
@@ -107,7 +107,7 @@ def prepare(task: Task, device: Device, directions: Mapping[str, tuple[str, ...]
             except RuntimeError as error:
                 failures[f"{stage}/{name}"] = first_line(error)
             else:
-                posed[name] = problem, made
+                planned[name] = problem, made
     return Prepared(task, stages, failures)
 
 
@@ -122,9 +122,9 @@ def measure(prepared: Prepared, device: torch.device, architecture: str, announc
     failures = dict(prepared.failures)
     with MODES[task.mode].switched_on():
         buffers = _buffers(prepared, device)
-        for stage, posed in prepared.stages.items():
+        for stage, planned in prepared.stages.items():
             calls: dict[str, Call] = {}
-            for name, (problem, made) in posed.items():
+            for name, (problem, made) in planned.items():
                 announce(f"{stage}/{name}")
                 tensors = _tensors(problem, task, buffers)
                 try:
@@ -160,12 +160,12 @@ def _call(
 
 
 def _row(prepared: Prepared, stage: str, times: Mapping[str, float], failures: Mapping[str, str]) -> Row:
-    task, posed = prepared.task, prepared.stages[stage]
+    task, planned = prepared.task, prepared.stages[stage]
     return Row(
         **stage_fields(task.layer, task.of_suite, task.mode, task.layout, stage),
         microseconds=times,
-        macs={name: posed[name][0].geometry.macs for name in times},
-        families={name: _family(posed[name][1]) for name in times},
+        macs={name: planned[name][0].geometry.macs for name in times},
+        families={name: _family(planned[name][1]) for name in times},
         failures={
             name.partition("/")[2]: why for name, why in failures.items() if name.startswith(f"{stage}/")
         },
@@ -179,7 +179,7 @@ def _family(made: Plan | None) -> str:
 def _buffers(prepared: Prepared, device: torch.device) -> list[Tensor]:
     """Returns random elements for an input, a weight, an output and a bias of every neighbour: each uses the first
     ones."""
-    problems = [problem for posed in prepared.stages.values() for problem, _ in posed.values()]
+    problems = [problem for planned in prepared.stages.values() for problem, _ in planned.values()]
     generator = torch.Generator(device).manual_seed(zlib.crc32(prepared.task.layer.name.encode()))
     return [
         torch.randn(

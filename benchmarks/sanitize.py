@@ -161,8 +161,8 @@ def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[P
         return [*offered, _of_parts(problem, mask, parts)]
     if stage == "grad_weight alone":
         # The library plans it for layers that are larger than these.
-        strips = grad_weight_stride1.part_candidates(problem, device, 1)
-        return [*offered, *(_of_parts(problem, mask, [part]) for part in strips)]
+        large_images = grad_weight_stride1.part_candidates(problem, device, 1)
+        return [*offered, *(_of_parts(problem, mask, [part]) for part in large_images)]
     return offered
 
 

@@ -179,29 +179,31 @@ def explain(
 def _explain(called: OperatorCall, architecture: str | None, backward: bool) -> LayerExplanation:
     layer, device, (input, weight, bias, *_) = called.layer, called.device, called.operands
     on_cpu = architecture is None and device.type != "cuda"
-    posed = called.problem() if on_cpu else called.problem_on_gpu()
+    problem = called.problem() if on_cpu else called.problem_on_gpu()
     has_bias = bias is not None
     masks: tuple[Mask, ...] = (FORWARD, (True, True, has_bias)) if backward else (FORWARD,)
     if on_cpu:
         # Only GPUs have TF32.
-        posed = replace(posed, precision="ieee")
+        problem = replace(problem, precision="ieee")
         where = str(device)
-        stages = _on_cpu(posed, input, weight, layer.tconv_backend, masks[1] if backward else None)
-    elif posed.dtype not in SUPPORTED_DTYPES:
+        stages = _on_cpu(problem, input, weight, layer.tconv_backend, masks[1] if backward else None)
+    elif problem.dtype not in SUPPORTED_DTYPES:
         where, _, ceilings, _ = _gpu(device, architecture)
-        stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
+        stages = tuple(
+            _stage(Step(one, None, _why_native(problem.dtype)), problem, ceilings) for one in masks
+        )
     else:
         where, facts, ceilings, index = _gpu(device, architecture)
         common = (facts, layer.tconv_backend, index)
-        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *common)]
-        stages = tuple(_stage(step, posed, ceilings) for step in steps)
+        steps = [step for mask in masks for step in steps_of(problem, mask, has_bias, *common)]
+        stages = tuple(_stage(step, problem, ceilings) for step in steps)
     return LayerExplanation(
         called.name,
-        str(posed.geometry),
+        str(problem.geometry),
         called.input_shape,
-        _name(posed.dtype),
-        "channels_last" if posed.channels_last else "contiguous",
-        posed.precision if posed.dtype == torch.float32 else "",
+        _name(problem.dtype),
+        "channels_last" if problem.channels_last else "contiguous",
+        problem.precision if problem.dtype == torch.float32 else "",
         where,
         stages,
     )
@@ -220,11 +222,11 @@ def _gpu(
     return f"{name} ({facts.architecture})", facts, ceilings, index
 
 
-def _stage(step: Step, posed: plan.Problem, known: KnownCeilings | None) -> StageExplanation:
+def _stage(step: Step, problem: plan.Problem, known: KnownCeilings | None) -> StageExplanation:
     names = _names(step.mask)
-    parts = [work_of(posed.geometry, name, posed.dtype.itemsize) for name in names]
+    parts = [work_of(problem.geometry, name, problem.dtype.itemsize) for name in names]
     work = Work(sum(part.flops for part in parts), sum(part.bytes for part in parts))
-    mode = mode_of(posed.dtype, posed.precision)
+    mode = mode_of(problem.dtype, problem.precision)
     bound, roof_us = "unknown", None
     if known is not None and mode is not None:
         memory_ms, compute_ms = work.memory_ms(known.ceilings), work.compute_ms(known.ceilings, mode)
@@ -263,21 +265,21 @@ def _names(mask: Mask) -> list[str]:
 
 
 def _on_cpu(
-    posed: plan.Problem, input: Tensor, weight: Tensor, backend: str, mask: Mask | None
+    problem: plan.Problem, input: Tensor, weight: Tensor, backend: str, mask: Mask | None
 ) -> tuple[StageExplanation, ...]:
     """Returns what cpu/plan.py chooses. PyTorch's own call counts as native, also where our plan chose it."""
     memory_format = output_memory_format(input, weight)
-    chosen: list[tuple[Mask, str]] = [(FORWARD, choose(posed.geometry, posed.dtype, memory_format))]
+    chosen: list[tuple[Mask, str]] = [(FORWARD, choose(problem.geometry, problem.dtype, memory_format))]
     if mask is not None:
-        chosen.append((mask, choose_backward(posed.geometry, posed.dtype, memory_format)))
+        chosen.append((mask, choose_backward(problem.geometry, problem.dtype, memory_format)))
     stages = []
     for which, formulation in chosen:
-        supported = posed.dtype in SUPPORTED_DTYPES
+        supported = problem.dtype in SUPPORTED_DTYPES
         plain = backend == NATIVE or formulation == "plain" or not supported
-        why = WHY[formulation] if supported else _why_native(posed.dtype)
+        why = WHY[formulation] if supported else _why_native(problem.dtype)
         why = "the backend is native" if backend == NATIVE else why
         step = Step(which, None, why)
-        stage = _stage(step, posed, None)
+        stage = _stage(step, problem, None)
         family = NATIVE if plain else formulation
         stages.append(
             replace(

@@ -62,8 +62,8 @@ class OperatorCall(NamedTuple):
 
     def problem_on_gpu(self) -> plan.Problem:
         """Returns the same problem as our kernels compute it; raises the same errors."""
-        posed = self.problem()
-        return replace(posed, channels_last=False) if posed.dtype == torch.float64 else posed
+        problem = self.problem()
+        return replace(problem, channels_last=False) if problem.dtype == torch.float64 else problem
 
     @property
     def has_bias(self) -> bool:

@@ -169,15 +169,15 @@ def tune(
     if backward is None:
         tensors = [tensor for _, tensor in arguments.named_tensors()]
         backward = any(tensor.requires_grad for tensor in (*model.parameters(), *tensors))
-    posed = _collect(model, arguments, backward)
-    if not posed:
+    kinds = _collect(model, arguments, backward)
+    if not kinds:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         return TuneReport(_name(device), ())
     problems: list[TunedProblem] = []
     paths: dict[str, None] = {}
     not_kept = ""
     try:
-        for one in posed:
+        for one in kinds:
             with cudnn_benchmark():
                 problem, winner = measure_problem(one, candidates, budget_s)
             problems.append(problem)
@@ -191,7 +191,7 @@ def tune(
         call.forget()
     if not_kept:
         logger.warning("the winners of the tuning are not kept: %s", not_kept)
-    device = torch.device("cuda", posed[0].device)
+    device = torch.device("cuda", kinds[0].device)
     return TuneReport(_name(device), tuple(problems), ", ".join(paths) or None, not_kept)
 
 
@@ -222,9 +222,9 @@ def _leaf(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
 
 
-def measure_problem(posed: CallKind, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
+def measure_problem(kind: CallKind, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
     """Measures the candidates for one problem. There is no winner if nothing ran."""
-    problem, mask, has_bias, index = posed
+    problem, mask, has_bias, index = kind
     device, facts = torch.device("cuda", index), call.device_facts(index)
     key = tuned.problem_key(problem, mask, has_bias)
     if mask:
@@ -235,8 +235,8 @@ def measure_problem(posed: CallKind, count: int, budget_s: float) -> tuple[Tuned
         default = choice.choose_forward(problem, has_bias, facts, "auto")
     # A kernel that does not compile fails again when its plan is loaded, which reports it.
     jit.compile_all((one.kernel for made in plans for one in made.launches), facts.architecture)
-    tensors = _tensors(posed, device)
-    runs, failures = _runnable(posed, plans, tensors, facts.architecture)
+    tensors = _tensors(kind, device)
+    runs, failures = _runnable(kind, plans, tensors, facts.architecture)
     times: dict[int, float] = {}
     if runs:
         timings = time_interleaved(
@@ -263,7 +263,7 @@ def measure_problem(posed: CallKind, count: int, budget_s: float) -> tuple[Tuned
 
 
 def _runnable(
-    posed: CallKind, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
+    kind: CallKind, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
 ) -> tuple[dict[int, Callable[[], list[Tensor]]], dict[int, str]]:
     """Returns the candidates that compute the problem, by number, and why the others do not. PyTorch's operator
     has the last number."""
@@ -276,20 +276,20 @@ def _runnable(
     for number in (len(plans), *range(len(plans))):
         try:
             if number == len(plans):
-                run: Callable[[], list[Tensor]] = partial(_native, posed, tensors)
+                run: Callable[[], list[Tensor]] = partial(_native, kind, tensors)
             else:
-                handle = launch.add_plan(plans[number], posed.problem.dtype, tensors[0].device, architecture)
+                handle = launch.add_plan(plans[number], kind.problem.dtype, tensors[0].device, architecture)
                 run = _launching(handle, tensors)
             found = run()
             if not truth:
                 truth, whose = found, PYTORCH if number == len(plans) else plans[number].family
-            elif whose != _FLOAT64 and _wrong(found, truth, posed):
-                truth, whose = _in_float64(posed, tensors), _FLOAT64
+            elif whose != _FLOAT64 and _wrong(found, truth, kind):
+                truth, whose = _in_float64(kind, tensors), _FLOAT64
                 for other, earlier in list(runs.items()):
-                    if wrong := _wrong(earlier(), truth, posed):
+                    if wrong := _wrong(earlier(), truth, kind):
                         failures[other] = f"wrong: {wrong} from {whose}"
                         del runs[other]
-            if wrong := _wrong(found, truth, posed):
+            if wrong := _wrong(found, truth, kind):
                 failures[number] = f"wrong: {wrong} from {whose}"
             else:
                 runs[number] = run
@@ -306,9 +306,9 @@ def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
     return next(n for n in order if n in times and times[n] <= limit)
 
 
-def _tensors(posed: CallKind, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tensors(kind: CallKind, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
-    problem, mask, has_bias, _ = posed
+    problem, mask, has_bias, _ = kind
     geometry = problem.geometry
     # The user's random state does not change.
     generator = torch.Generator(device).manual_seed(0)
@@ -328,28 +328,28 @@ def _launching(handle: int, tensors: tuple[Tensor | None, ...]) -> Callable[[], 
     return lambda: torch.ops.tconv_swap.launch.default(handle, [*tensors])
 
 
-def _native(posed: CallKind, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
-    g = posed.problem.geometry
+def _native(kind: CallKind, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+    g = kind.problem.geometry
     arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     first, second, third = tensors
-    if not posed.mask:
+    if not kind.mask:
         return [native.forward(first, second, third, arguments)]
     assert third is not None
-    return native.backward(first, second, third, arguments, posed.mask)
+    return native.backward(first, second, third, arguments, kind.mask)
 
 
-def _in_float64(posed: CallKind, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+def _in_float64(kind: CallKind, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
     """Returns PyTorch's result in float64, not computed by cuDNN."""
     first, second, third = tensors
     with torch.backends.cudnn.flags(enabled=False):
-        return _native(posed, (first.double(), second.double(), None if third is None else third.double()))
+        return _native(kind, (first.double(), second.double(), None if third is None else third.double()))
 
 
-def _wrong(found: list[Tensor], truth: list[Tensor], posed: CallKind) -> str:
+def _wrong(found: list[Tensor], truth: list[Tensor], kind: CallKind) -> str:
     """Returns how far a result is from the right one if it is too far, else ``""``: a wrong candidate must not be
     chosen."""
-    dtype = str(posed.problem.dtype).removeprefix("torch.")
-    allowed = MAX_ERROR["tf32" if posed.problem.precision == "tf32" else dtype]
+    dtype = str(kind.problem.dtype).removeprefix("torch.")
+    allowed = MAX_ERROR["tf32" if kind.problem.precision == "tf32" else dtype]
     for ours, theirs in zip(found, truth, strict=True):
         distance = float((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30))
         if not distance <= allowed:

@@ -241,7 +241,7 @@ def _plan_ahead(norm_call: _NormCall, tensors: Sequence[Tensor | None], device: 
 
 def _formats(tensors: Sequence[Tensor | None], channels_last: bool) -> tuple[torch.memory_format | None, ...]:
     """Returns the formats that the gradient, the input and the saved statistics of a backward pass are copied into;
-    None for a tensor that is read as it lies in memory."""
+    None for a tensor that is read in its own layout."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     # A hook may have changed the layout of a saved tensor.
     wanted = zip(tensors[:3], (form, form, torch.contiguous_format), strict=True)

@@ -2,7 +2,7 @@
 
 The test suite starts two of them with gloo on the CPU, by pretended kernels. With NCCL on two GPUs, by the real ones:
 
-    for rank in 0 1; do python tests/ddp_blocks_worker.py $rank 2 /tmp/group-$$ nccl & done; wait
+    for rank in 0 1; do python tests/support/ddp_blocks_worker.py $rank 2 /tmp/group-$$ nccl & done; wait
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, small and with random weights, and what they are called with.
+"""Networks of other libraries, small and with random weights, and their inputs.
 
 Run by itself it is a fresh process: `python foreign_networks.py DIRECTORY NAME...` loads what a swap has saved and
 verifies it once more, without anything that the first process knew.

@@ -203,7 +203,7 @@ __device__ __forceinline__ void store_rows(const Out* staged, Out* to, int chann
 }
 
 /// Whether a subtile is whole rows of positions of consecutive maps, so that its outputs of each channel are contiguous. The
-/// plan sees to it that rows have an even number of positions, and that a warp has whole rows.
+/// plan ensures that rows have an even number of positions, and that a warp has whole rows.
 constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && SUBTILE_COLS == WARP_COLS && PHASE_ROWS == POSITION_ROWS && PHASE_COLS == STRIDE_W;
 
 /// The offset, in a subtile's channel, of the outputs of a position's phase row `a`.

@@ -3,7 +3,7 @@
 
 #include "common/tile_shape.cuh"
 
-// FLAT: the plan sees to it that there are as many positions as input pixels, and that they cover the output exactly.
+// FLAT: the plan ensures that there are as many positions as input pixels, and that they cover the output exactly.
 static_assert(!FLAT || (POSITION_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
 static_assert(!NARROW || TMA_INPUT);
 

@@ -7,7 +7,7 @@
 /// The ring of chunks in NCHW.
 using NchwRing = StageRing<NCHW_STAGES, NCHW_AT, NCHW_BYTES, NCHW_BARRIERS>;
 
-// FLAT: the plan sees to it that no box lies in two images.
+// FLAT: the plan ensures that no box lies in two images.
 
 /// Issues the loads of one chunk after another.
 struct TmaInputLoader {

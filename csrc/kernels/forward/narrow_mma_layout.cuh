@@ -17,7 +17,7 @@
 
 constexpr int FRAGMENT_WORDS = 32 * 4;
 constexpr int HALF_CHANNELS = 8;
-/// Halves of K that the input channels of a group loader.
+/// Halves of K that the input channels of a group fill.
 constexpr int GROUP_HALVES = ceil_div(CI_GROUP, HALF_CHANNELS);
 
 constexpr int PASSES = STACKED ? 1 : STRIDE_H;

@@ -7,9 +7,9 @@
 // A stage of the input holds one phase of a chunk: the pixels of grad_output that lie STEP_H and STEP_W apart, as one box of
 // the tile's images with the rows and columns that the taps of the phase reach. In this box neighbouring positions find
 // neighbouring pixels, a row of 128 bytes each, so a tap is a start address. With NARROW a tile has 4 columns, whole rows of
-// a map are neighbours, and each column of taps counts as a phase of its own. A stage of the weights holds one tap of a chunk. One producer thread issues the copies of each of the two rings, and the consumers multiply and
-// store. Of two CONSUMERS (ping-pong, of WARPGROUPS warpgroups each) each computes every other tile, and one multiplies while
-// the other stores.
+// a map are neighbours, and each column of taps counts as a phase of its own. A stage of the weights holds one tap of a
+// chunk. One producer thread issues the copies of each of the two rings, and the consumers multiply and store. Of two CONSUMERS
+// (ping-pong, of WARPGROUPS warpgroups each) each computes every other tile, and one multiplies while the other stores.
 //
 // The shape of a tile, `shape`, is an argument (kernels/grad_input/implicit_gemm_tma_shape.py): any whose box has at most
 // INPUT_BYTES. FLAT (kernel within the stride, no padding): rows of all images are rows of one. DENSE (and FLAT): a tile is

@@ -1,10 +1,10 @@
-// Gradient of the weight (and of the bias) with wgmma (sm_90a) in TF32 and NCHW, grad_output read where it lies: an
+// Gradient of the weight (and of the bias) with wgmma (sm_90a) in TF32 and NCHW, without a copy of grad_output: an
 // implicit GEMM whose im2col happens on the way from shared memory to registers.
 //
 //   M = KERNEL_W taps of a row of the kernel x TILE_CO output channels, N = TILE_CI input channels, K = pixels
 //
 // In TF32 wgmma reads from shared memory only operands that are contiguous along k, and k are pixels. The input is. In
-// grad_output k advances by the stride, so it comes from registers: TMA loads boxes of it as it lies, and each lane
+// grad_output k advances by the stride, so it comes from registers: TMA loads boxes of it in its own layout, and each lane
 // loads its A fragments from them. A tap is an address (grad_weight/im2col_nchw_fragments.cuh).
 //
 // Covers: float32 (TF32), NCHW; what grad_weight/im2col_nchw.py claims. Warpgroup 0 is the producer, the others are

@@ -81,7 +81,7 @@ constexpr int INPUT_COPIED = TILE_PIXELS * ROW_BYTES;
 constexpr int INPUT_BYTES = round_up(INPUT_COPIED, BOX_ALIGNMENT);
 constexpr int COPIED = INPUT_BLOCKS * INPUT_COPIED + OutputBoxes::COUNT * OutputBoxes::COPIED;
 
-// What common/stage_ring.cuh wants to know.
+// The constants that common/stage_ring.cuh needs.
 constexpr int INPUT_WORDS = INPUT_BLOCKS * INPUT_BYTES / 4;
 constexpr int STAGE_WORDS = INPUT_WORDS + OutputBoxes::COUNT * OutputBoxes::BYTES / 4;
 constexpr int BARRIERS = STAGES * STAGE_WORDS * 4;

@@ -6,7 +6,7 @@
 // and of CHUNK_KH rows of the kernel (all, or one). In either layout it is float32 [channel][row][column]. Rows that no tap
 // reads are left out, and the STRIDE_W columns of an input pixel lie PIXEL_PITCH words apart from the next pixel's
 // (PIXEL_PITCH, ROW_PITCH and PLANE are chosen so that the lanes of a warp read different banks). Elements outside of the
-// output are zeros. A load brings LOAD elements: neighbours in a row, or in channels_last channels of a pixel. Loads go by
+// output are zeros. A load has LOAD elements: neighbours in a row, or in channels_last channels of a pixel. Loads go by
 // cp.async (ASYNC: float, sm_80) to one of two buffers, or through registers.
 //
 // float32 is rounded to TF32 (PRECISION TF32) or multiplied in parts, by two or three products (IEEE).

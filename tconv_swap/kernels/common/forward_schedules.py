@@ -17,8 +17,8 @@ from tconv_swap.kernels.problem import Device, Problem
 
 
 def max_narrow_schedules(problem: Problem, device: Device) -> int:
-    """Returns how many schedules the family has that computes what forward/col2im.py does not compute of a narrow
-    layer."""
+    """Returns how many schedules the family has that computes the sizes of a narrow layer that forward/col2im.py does
+    not compute."""
     if not forward_col2im.computes_some_size(problem, device):
         return MAX_SCHEDULES
     layer = replace(problem, geometry=of_any_size(problem.geometry))

@@ -114,7 +114,7 @@ def _common(problem: Problem, of_gradients: bool) -> tuple[tuple[str, Constant],
     )
     few = largest <= INT32_ELEMENTS - MAX_TILE_PIXELS
     if of_gradients and geometry.taps >= MANY_TAPS:
-        # Only large images of such layers are computed here: they have one kernel.
+        # Only large images of such layers are computed here, so one kernel is enough.
         few = False
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),

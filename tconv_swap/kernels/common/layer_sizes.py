@@ -1,4 +1,4 @@
-"""What holds for all sizes of a layer: which powers of two divide its rows, and sizes that represent all. Pure
+"""What holds for all sizes of a layer: which powers of two divide its rows, and which sizes represent all others. Pure
 functions of data.
 
 A layer is a geometry whose batch, height and width do not matter (``of_any_size``).

@@ -1,7 +1,8 @@
 """Launches of csrc/kernels/common/pad_rows.cu, and problems in channels_last with an odd number of channels in 16 bits.
 
-A pixel of such a tensor may begin at an odd number of 2 bytes, where no copy of 4 or more bytes may begin. Copies that
-have more channels, of zeros, have pixels of whole pieces of 16 bytes. Pure functions of data.
+A pixel of such a tensor may begin at an odd multiple of 2 bytes, where no copy of 4 or more bytes may begin. The tensor
+is therefore copied to one with more channels, which are zero, so that each pixel is a whole number of pieces of 16
+bytes. Pure functions of data.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ UNUSUAL = 0.25
 #: The weight of single images: networks are trained on several.
 SINGLE = 0.5
 
-#: For every third of the sizes the 12 best schedules are candidates, and the 12 best of those that compute any size.
+#: The candidates are, for every third of the sizes, the 12 best schedules and the 12 best of those that compute any
+#: size.
 EVERY, BEST = 3, 12
 
 _Schedule = TypeVar("_Schedule")

@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/{forward,gradients}/tiny.cu, for problems that take no longer than a launch."""
+"""Plans of csrc/kernels/{forward,gradients}/tiny.cu, for problems whose computation takes no longer than a launch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plans of the forward pass, a family a file."""
+"""Plans of the forward pass. Each file plans one family of kernels, or a part of it."""

@@ -12,7 +12,8 @@ from tconv_swap.kernels.forward.col2im_tile import WARP_PIXELS, Tile, column_til
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 
-#: The columns of the nominal maps for which the tiles of a layer are chosen; their images and rows are as many.
+#: The columns of the nominal maps for which the tiles of a layer are chosen. A nominal map has as many rows, and a
+#: batch has as many images.
 NOMINAL_COLUMNS = (32, 64, 128)
 
 

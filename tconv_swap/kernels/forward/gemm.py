@@ -78,11 +78,12 @@ def computes_some_size(problem: Problem, device: Device) -> bool:
 
 
 def computes_every_batch(problem: Problem, device: Device) -> bool:
-    """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images. Layers of stride 1 have a
-    kernel for large images, too (forward/stride1.py): one less for single pixels leaves two for all other maps. Layers
-    with a large kernel are the first of generators, which get many images."""
+    """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images. A layer of stride 1 also has
+    a kernel for large images (forward/stride1.py). If gemm computes all maps of one pixel, the implicit GEMM needs no
+    kernel for them and has two for all other maps. This does not hold for layers with a large kernel: they are the
+    first layers of generators, which get many images."""
     geometry = of_any_size(problem.geometry)
-    posed = make_problem(
+    tile_problem = make_problem(
         geometry,
         problem.dtype,
         problem.precision,
@@ -93,7 +94,7 @@ def computes_every_batch(problem: Problem, device: Device) -> bool:
     return (
         min(geometry.kernel) < LARGE_KERNEL
         and computes_some_size(problem, device)
-        and forward_stride1.computes_some_size(posed, device)
+        and forward_stride1.computes_some_size(tile_problem, device)
     )
 
 
@@ -214,9 +215,9 @@ def rank(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 
 def _cost(problem: Problem, tile: Tile, device: Device) -> tuple[bool, bool, int, int]:
-    """Returns what tiles are ordered by, as measured on an H200. Best are more than one block for each
-    multiprocessor, tiles of a moderate size, and those that load the fewest bytes, where an image's float32
-    channels count twice; of equals, longer rows of the weight."""
+    """Returns the key by which tiles are sorted, as measured on an H200: first tiles that give at least 1.5 blocks to
+    each multiprocessor, then tiles of a moderate size, then those that load the fewest bytes, where an image's float32
+    channels count twice. Of equal tiles the one with longer rows of the weight comes first."""
     geometry = problem.geometry
     blocks = ceil_div(geometry.batch, tile.images) * ceil_div(_outputs(geometry), tile.outputs)
     few, large = 2 * blocks < 3 * device.multiprocessors, tile.images * tile.outputs > MODERATE_TILE

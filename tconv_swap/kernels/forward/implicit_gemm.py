@@ -71,7 +71,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     """Returns the ``count`` plans that are expected to be the fastest, the best first."""
     if (channels := padded_channels(problem, problem.geometry.in_channels)) is not None:
         return _of_more_channels(problem, channels, has_bias, device, count)
-    posed = make_problem(
+    tile_problem = make_problem(
         problem.geometry,
         problem.dtype,
         problem.precision,
@@ -79,9 +79,9 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         problem.weight_channels_last,
         has_bias,
     )
-    if not claims(posed, device):
+    if not claims(tile_problem, device):
         return []
-    return [plan_with_tile(*tile, device) for tile in choose(posed, device, count)]
+    return [plan_with_tile(*tile, device) for tile in choose(tile_problem, device, count)]
 
 
 def _of_more_channels(
@@ -156,8 +156,9 @@ def _pairs_rows(problem: TileProblem, tile: Tile) -> bool:
 
 def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
     """Returns the number of blocks. With wgmma each block computes several neighbouring tiles, one after another: as
-    many as give the fewest waves that ``MAX_BLOCK_TILES`` allows, because a block takes some microseconds to begin.
-    More tiles of a block would lie so far apart that they share nothing in the L2 cache."""
+    many as give the fewest waves that ``MAX_BLOCK_TILES`` allows, because a block takes some microseconds to begin. If
+    a block had more tiles, the tiles that run at the same time would be so far apart that they share nothing in the L2
+    cache."""
     tiles = block_count(problem, tile)
     if not tile.wgmma:
         return tiles

@@ -30,35 +30,37 @@ TRANSPOSER_STAGES = ((4, 4), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2))
 def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
     """Yields the tiles that are worth measuring, the one that is expected to be the fastest first."""
 
-    def fits(posed: TileProblem, tile: Tile) -> bool:
-        return fits_device(posed, tile, device)
+    def fits(variant: TileProblem, tile: Tile) -> bool:
+        return fits_device(variant, tile, device)
 
     ranked: list[tuple[TileProblem, Tile]] = []
     if device.architecture == "sm_90a" and problem.precision != "IEEE":
-        posed = _stacked(problem)
+        stacked = _stacked(problem)
         if problem.input_channels_last:
-            ranked += tma_tiles(posed, device)
+            ranked += tma_tiles(stacked, device)
         else:
             deepest: dict[Tile, Tile] = {}
-            for tile in (*_tma_nchw_tiles(posed), *_wgmma_tiles(posed)):
-                if fits(posed, tile):
+            for tile in (*_tma_nchw_tiles(stacked), *_wgmma_tiles(stacked)):
+                if fits(stacked, tile):
                     kind = replace(tile, stages=0, nchw_stages=int(tile.nchw_stages > 0), subtile_bytes=0)
                     deepest.setdefault(kind, tile)
-            ranked += [(posed, tile) for tile in deepest.values()]
+            ranked += [(stacked, tile) for tile in deepest.values()]
     ranked += [(problem, tile) for tile in _mma_tiles(problem)]
     ranked = [
-        (posed, split_k(posed, tile, device.multiprocessors)) for posed, tile in ranked if fits(posed, tile)
+        (variant, split_k(variant, tile, device.multiprocessors))
+        for variant, tile in ranked
+        if fits(variant, tile)
     ]
 
     # Where each multiprocessor has at most one block, that block may take all the memory: more stages hide more
     # latency.
-    def deepened(posed: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
-        if block_count(posed, tile) <= device.multiprocessors and not tile.nchw_stages:
+    def deepened(variant: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
+        if block_count(variant, tile) <= device.multiprocessors and not tile.nchw_stages:
             deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
-            tile = next((deep for deep in deeper if fits(posed, deep)), tile)
-        return posed, _staggered(posed, tile, device)
+            tile = next((deep for deep in deeper if fits(variant, deep)), tile)
+        return variant, _staggered(variant, tile, device)
 
-    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all.
+    # A tile that leaves multiprocessors idle comes last, even if it is the fastest where all multiprocessors have work.
     ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * device.multiprocessors)
     yield from (deepened(*entry) for entry in ranked)
 

@@ -250,7 +250,7 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
         yield made(images, columns, columns, HANDICAP_LARGE)
         return
     usual = channels_last and max(geometry.stride) == 1
-    # A layer of two schedules has one for large maps and one for few tiles.
+    # A layer that may have two schedules has one for large maps and one for sizes of few tiles.
     large = USUAL_COLUMNS if usual and limit == 2 else columns
     if (
         not channels_last
@@ -258,7 +258,7 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
         and channels <= MANY_CHANNELS
         and max(geometry.stride) > 1
     ):
-        # Large maps have the aligned one: the one for any size is for those of fewer columns, too.
+        # Large maps take the aligned schedule, so the schedule for any size is chosen for maps of fewer columns.
         yield made(SMALL_IMAGES[1], MEDIUM_COLUMNS, MEDIUM_COLUMNS)
     else:
         yield made(images, large, large)
@@ -266,7 +266,8 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
     # small maps of layers of many channels, if a layer has enough schedules for all of these.
     ieee = layer.precision == "IEEE" and channels > MANY_CHANNELS
     small_first = ieee and max(geometry.stride) > 1 and limit == MAX_SCHEDULES
-    # Where a layer has no more than two schedules, large maps gain more by the second one than a few small tiles.
+    # Where a layer has at most two schedules, the second one gains more for large maps than for sizes of few small
+    # tiles.
     side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
     if not channels_last and not small_first:
         yield made(images, side, side, aligned=True)

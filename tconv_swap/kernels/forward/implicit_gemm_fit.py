@@ -22,8 +22,8 @@ REGISTERS = 65536
 #: elements that are being copied. A consumer thread gets what the producers leave, and needs 168 for 128 sums.
 PRODUCER_REGISTERS = 96
 STAGING_REGISTERS = 40
-#: Bytes of a multiprocessor's memory that stay its L1 cache where producers load through registers: one more stage in
-#: their place was slower (measured on an H200).
+#: Bytes of a multiprocessor's memory that are left to its L1 cache where producers load through registers. With one
+#: more stage instead, the kernel was slower (measured on an H200).
 L1_BYTES = 6144
 #: The most sums that a thread keeps where four producer warps serve eight consumer warps.
 MAX_SUMS = 156

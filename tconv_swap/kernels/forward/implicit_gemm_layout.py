@@ -42,8 +42,8 @@ class Tile:
     stages: int
     blocks_per_multiprocessor: int
     splits: int = 1
-    #: Whether wgmma (sm_90a) multiplies, in forward/implicit_gemm_wgmma.cu from planes of 16 bytes of k, and not
-    #: mma.sync in forward/implicit_gemm_mma.cu.
+    #: Whether wgmma (sm_90a) multiplies; otherwise mma.sync does, in forward/implicit_gemm_mma.cu. In
+    #: forward/implicit_gemm_wgmma.cu it reads planes of 16 bytes of k.
     wgmma: bool = False
     #: Whether the copy engine (TMA) loads an input in channels_last (with wgmma): forward/implicit_gemm_tma.cu.
     tma: bool = False
@@ -140,8 +140,8 @@ class TileProblem:
     #: Whether the columns of a row of an NCHW input are known to be a multiple of ``aligned_columns``; with ``flat``,
     #: whether the pixels of an image are, and its rows have an even number of positions.
     aligned: bool = False
-    #: Whether the map has one pixel and another stride than the layer's. The other sizes of the layer have other
-    #: kernels.
+    #: Whether the map has one pixel and is computed with another stride than the layer's. The other sizes of the layer
+    #: then have other kernels.
     one_pixel: bool = False
 
     @property

@@ -12,11 +12,12 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
 from tconv_swap.kernels.problem import Device
 
-#: A channels_last copy of the input is written and read once more. It pays at strides above 1 from so many output
-#: channels of a group on, with which several blocks read the input anyhow, and from so many products of an input
-#: element on (measured on an H200): MIN_PRODUCTS where tiles are whole rows or no tap is shifted; in TF32, where no tap
-#: is shifted, half of them (1.04 to 1.27 times as fast on six layers); elsewhere MIN_PRODUCTS_SHIFTED (in 16 bits, 2048
-#: products: 0.97 to 1.33 times as fast on four layers; 2064 to 3072: 1.25 to 1.67 times on three).
+#: The fewest output channels of a group, and the fewest products of an input element, with which a channels_last copy
+#: of the input is faster at strides above 1, although it is written and read once more (measured on an H200). With so
+#: many channels several blocks read the input in any case. The limits of products are MIN_PRODUCTS where tiles are
+#: whole rows or no tap is shifted; in TF32, where no tap is shifted, half of them (1.04 to 1.27 times as fast on six
+#: layers); elsewhere MIN_PRODUCTS_SHIFTED (in 16 bits, 2048 products: 0.97 to 1.33 times as fast on four layers; 2064
+#: to 3072: 1.25 to 1.67 times on three).
 MIN_OUT_CHANNELS = 128
 MIN_PRODUCTS = 1024
 MIN_PRODUCTS_FLAT_TF32 = 512
@@ -29,9 +30,9 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     if device.architecture != "sm_90a" or problem.precision == "IEEE" or problem.input_channels_last:
         return
     if problem.item == 2 and problem.flat:
-        for posed, tile in tma_tiles(problem, device):
-            if supports_pixel_major(posed, tile):
-                yield posed, replace(tile, pixel_major=True)
+        for variant, tile in tma_tiles(problem, device):
+            if supports_pixel_major(variant, tile):
+                yield variant, replace(tile, pixel_major=True)
     geometry = problem.geometry
     if (
         geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item

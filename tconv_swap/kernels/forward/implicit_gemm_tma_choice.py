@@ -23,7 +23,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: From so many outputs for each weight on, packed weights are faster in 16 bits, although packing takes time
+#: The fewest outputs for each weight with which packed weights are faster in 16 bits, although packing takes time
 #: (measured).
 MIN_OUTPUTS_PER_PACKED_WEIGHT = 8
 #: For tiles of whole rows: fragments of one multiply along a row of positions, the stages that must fit, and the
@@ -53,29 +53,29 @@ def tma_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
     ):
         return []
     # A block with half of the phases has more positions, of which maps may have too few.
-    posings = [problem]
+    variants = [problem]
     if problem.phases == (2, 2):
-        posings.append(replace(problem, block_phases=(1, 2)))
+        variants.append(replace(problem, block_phases=(1, 2)))
     wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
     stride_1 = problem.phases == (1, 1)
     found = [(problem, split_k(problem, tile, multiprocessors)) for tile in _row_tiles(problem, device)]
     for groups_m, groups_n, blocks in (wide, narrow, single) if stride_1 else (narrow, wide, single):
         if groups_m == 2 and channels <= 64:
             continue
-        for posed in posings:
-            phases = posed.phases[0] * posed.phases[1]
+        for variant in variants:
+            phases = variant.phases[0] * variant.phases[1]
             max_rows = 1 if narrow_map else 16 if phases <= 2 else 8
-            for registers in (128, 64) if posed is posings[-1] else (128,):
+            for registers in (128, 64) if variant is variants[-1] else (128,):
                 fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
-                shape = tile_fragments(posed, max(4, fragments), groups_n, max_rows)
+                shape = tile_fragments(variant, max(4, fragments), groups_n, max_rows)
                 multiplied = shape[3] if narrow_map else multiplied_fragments(shape)
                 if fragments < 4 or multiplied < 4:
                     continue
                 tile = Tile(4 * groups_m, 1, *shape, 8, 2, blocks, wgmma=True, tma=True)
-                for fitted in fit_rows(posed, tile):
-                    deep = deepest_stages(posed, fitted, device)
+                for fitted in fit_rows(variant, tile):
+                    deep = deepest_stages(variant, fitted, device)
                     if deep is not None:
-                        found.append((posed, split_k(posed, deep, multiprocessors)))
+                        found.append((variant, split_k(variant, deep, multiprocessors)))
     return sorted(found, key=lambda entry: entry[1].splits)
 
 
@@ -132,7 +132,7 @@ def _tma_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
         tile = replace(tile, subtile_bytes=NARROW_SUBTILE_BYTES)
     for words, min_stages in ((16, 3 if narrow else 4), (8, 2)):
         for stages in range(6, min_stages - 1, -1) if words <= max(8, problem.words) else ():
-            # Resident weights are worth less than a stage.
+            # Weights that stay in shared memory gain less than one more stage.
             for resident in (True, False) if one_weight and many_tiles else (False,):
                 yield replace(
                     tile,

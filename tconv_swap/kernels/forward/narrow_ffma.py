@@ -33,12 +33,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: faster.
 MULTIPLY_ADDS_PER_ELEMENT = 84
 MULTIPLY_ADDS_PER_OUTPUT = 96
-#: The same number of multiply-adds for each output, of layers with so wide a stride that implicit_gemm does not claim
-#: them: beside the narrow kernels there are only the general ones and PyTorch's, which took 5.7 to 22 times as long (92
-#: products for an output, on an H200).
+#: The same limit of multiply-adds for each output, for layers of strides above MAX_PHASES, which implicit_gemm did not
+#: claim when this was measured. Apart from the narrow kernels only the general kernels and PyTorch's operator computed
+#: such layers; they took 5.7 to 22 times as long (92 products for an output, on an H200).
 MULTIPLY_ADDS_OF_WIDE_STRIDES = 128
-#: With at most so many channels on one side, most of a tensor core's tile would be padding, and FFMA is faster after
-#: all.
+#: With at most so many channels on one side, FFMA is faster even above these limits, because most of a tensor core's
+#: tile would be padding.
 NARROW_CHANNELS = 8
 #: Batch, rows and columns of the nominal map by which a layer is judged, and of that of a layer whose maps have one
 #: row.

@@ -68,7 +68,7 @@ def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile
     layer = replace(problem, geometry=of_any_size(geometry))
     found = [tile for tile in schedules(layer, device, most) if _is_right(problem, tile)]
     if not problem.channels_last and count == 1:
-        # Wide loads are faster whatever else a tile is.
+        # Wide loads are faster, whatever the other properties of a tile are.
         found = [tile for tile in found if tile.load > 1] or found
     if len(found) > 1:
         found.sort(key=lambda tile: expected_time(problem, tile, device))

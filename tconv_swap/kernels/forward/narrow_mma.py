@@ -37,8 +37,8 @@ from tconv_swap.runtime.program import (
 _PACK_THREADS = 256
 #: The values are shared with csrc/kernels/common/mma.cuh.
 _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
-#: Waves of blocks, with one pass and with several. Passes with and without taps take different times, which many
-#: waves even out.
+#: Waves of blocks, with one pass and with several. Passes with taps take longer than passes without; with many waves
+#: all multiprocessors get about equal work.
 WAVES = (2, 12)
 #: Input channels of a group that fill half of a multiply of 16-bit numbers; with fewer channels FFMA is faster.
 MIN_CHANNELS = 8

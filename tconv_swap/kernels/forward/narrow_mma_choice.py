@@ -49,7 +49,7 @@ def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile
     """Returns the ``count`` tiles that are expected to be the fastest for this size, the best first: those of the
     layer's at most ``most`` schedules, then, for tuning to measure, all others."""
     layer = replace(problem, geometry=of_any_size(problem.geometry))
-    # Copies and stores of 16 bytes are faster whatever else a tile is.
+    # Copies and stores of 16 bytes are faster, whatever the other properties of a tile are.
     found = sorted(
         (tile for tile in schedules(layer, device, most) if is_right(problem.geometry, tile)),
         key=lambda tile: (-tile.row_multiple, -tile.out_row_multiple, expected_time(problem, tile)),

@@ -49,7 +49,7 @@ _RATES = {
 #: Microseconds for each line of outputs of a tile in NCHW that is stored from shared memory, however short: its stores
 #: fill no line of the caches together with those of another one, and its address takes instructions.
 LINE_MICROSECONDS = 2e-5
-#: So many warps of a multiprocessor hide half of each other's waits.
+#: The number of warps of a multiprocessor that hide half of each other's waits.
 HIDING_WARPS = 6
 
 

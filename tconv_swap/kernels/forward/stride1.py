@@ -52,7 +52,7 @@ _FAMILY = "stride1"
 LARGE_MAPS = ((8, 1024, 1024), (1, 1024, 1024), (8, 512, 1024), (8, 512, 512), (16, 256, 256))
 #: The fewest multiply-adds, and the fewest channels on either side, with which the kernel was measured to be faster.
 MIN_MACS, MIN_CHANNELS = 1 << 35, 32
-#: In 16 bits it is faster only with so many output channels, or with at most so many columns of taps.
+#: In 16 bits it is faster only with at least so many output channels, or with at most so many columns of taps.
 MANY_CHANNELS, FEW_TAPS = 64, 3
 _PRODUCER_THREADS, _PACK_THREADS = 32, 256
 _KINDS = {
@@ -69,8 +69,12 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output. Workspace: the packed weights.
     """
-    posed = _tile_problem(problem, has_bias)
-    pays = not has_unaligned_rows(posed) and computes_some_size(posed, device) and preferred(posed, device)
+    tile_problem = _tile_problem(problem, has_bias)
+    pays = (
+        not has_unaligned_rows(tile_problem)
+        and computes_some_size(tile_problem, device)
+        and preferred(tile_problem, device)
+    )
     plans = plan_candidates(problem, has_bias, device, 1) if pays else []
     return plans[0] if plans else None
 

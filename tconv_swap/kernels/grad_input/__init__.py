@@ -1,1 +1,1 @@
-"""Plans of the gradient of the input, a family a file."""
+"""Plans of the gradient of the input. Each file plans one family of kernels, or a part of it."""

@@ -47,9 +47,9 @@ from tconv_swap.kernels.grad_input.tma_gemm import SPLITS, for_size, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 
-#: The fewest channels of a group, on either side: with fewer it was not measured.
+#: The fewest channels of a group, on either side. The kernel was not measured with fewer.
 MIN_CHANNELS = 32
-#: How many times as long as its multiplies a problem may be expected to take: with more,
+#: The largest expected time of a problem, relative to that of its multiplies. Above it,
 #: grad_input/implicit_gemm_wgmma.cu was as fast (measured).
 MAX_CLOCKS_PER_MULTIPLY = 4.4
 #: The same for grad_input/implicit_gemm_wgmma.cu, which computes the sizes for which a layer has no tile (measured on
@@ -57,8 +57,8 @@ MAX_CLOCKS_PER_MULTIPLY = 4.4
 FALLBACK_CLOCKS_PER_MULTIPLY = 5.8
 #: Batch, rows and columns of the first map of a vocoder in training, a segment of 8,192 samples.
 SEGMENTS = (16, 1, 32)
-#: Words loaded in halves pay where an element is the sum of so many products, or where grad_input has so many elements
-#: for each multiprocessor (the problems that were slower had fewer of both).
+#: Loading words in halves is faster where an element is the sum of at least so many products, or where grad_input has
+#: at least so many elements for each multiprocessor (the problems that were slower had fewer of both).
 HALVES_SUMMED = 2048
 HALVES_ELEMENTS = 3 * 128 * 128
 #: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides,
@@ -92,8 +92,8 @@ def claims_layer(layer: StridedProblem, device: Device) -> bool:
 
 @disk_cache
 def kernel_count(layer: StridedProblem, device: Device) -> int:
-    """Returns how many kernels a layer (``of_any_size``) has over all its sizes: none if others are expected to be
-    faster at all that represent them."""
+    """Returns how many kernels a layer (``of_any_size``) has over all its sizes: none if other families are expected to
+    be faster at every representative size."""
     geometry = layer.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
     if channels < MIN_CHANNELS or not claims_layer(layer, device):
@@ -187,7 +187,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
         )
         found[kernel] = Schedule(kernel, _fastest(layer, kernel, timed, maps, device, 1))
     times = {kernel: [_expected_clocks(one, size, device) for size in sizes] for kernel, one in found.items()}
-    # The first is right for rows of any width.
+    # The first kernel has to be right for rows of any width.
     first = [kernel for kernel, one in found.items() if any(not shape.wide for shape, *_ in one.shapes)]
     chosen = select_covering(times, weights, first, share_of_im2col(layer, device))
     return tuple(found[kernel] for kernel in chosen)
@@ -248,7 +248,7 @@ def _fastest(
                 for work, step, beside, i in works
             )
             kept.update(i for _, i in ranked[:count])
-            # Not every width takes wide boxes.
+            # Wide boxes are not legal for every width.
             kept.update([i for _, i in ranked if not timed[i][0].wide][:count])
     return tuple(one for i, one in enumerate(timed) if i in kept)
 
@@ -281,7 +281,8 @@ def _expected_clocks(schedule: Schedule, problem: StridedProblem, device: Device
 
 
 def _max_clocks(problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks from which another family computes a size. Rows in TF32 no other one does well."""
+    """Returns the expected clocks above which another family computes a size. There is no limit for maps of one row in
+    TF32, which no other family computes fast."""
     if problem.one_row and problem.item == 4:
         return math.inf
     return MAX_CLOCKS_PER_MULTIPLY * macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))

@@ -76,7 +76,7 @@ def step_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShap
     row = shape.box_w * problem.item
     rows = input_bytes(problem, kernel, shape) / row / steps(problem, kernel)
     weights = 4 * STEP_WORDS * kernel.channels
-    # Rows follow one another in shared memory, so they begin anywhere in a line.
+    # Rows follow one another in shared memory without gaps, so a row may begin anywhere in a line.
     lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
     load = weights / LOAD_BYTES + rows * max(ROW_CLOCKS, LINE_CLOCKS * lines, row / LOAD_BYTES)
     loads = 16 * passes * (2 if halves(problem) else 1)

@@ -145,7 +145,8 @@ def steps(problem: StridedProblem, kernel: Im2colKernel) -> int:
 
 
 def round_stages(steps: int) -> int:
-    """Returns how many stages of the input, of so many steps each, make a round: whole stages of the weights."""
+    """Returns how many stages of the input, of so many steps each, make a round: the fewest that take a whole number of
+    stages of the weights."""
     return 4 // gcd(4, steps)
 
 
@@ -273,15 +274,15 @@ def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
 
 def shapes(problem: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Im2colShape]:
     """Yields the shapes that a kernel may get, with the narrowest boxes."""
-    # The order decides between equals: long rows first, and few images.
+    # The order decides between equal shapes: those with long rows and few images come first.
     for cols in (64, 32, 128, 16, 256, 8, 4):
         for rows in range(kernel.positions // cols, 0, -1):
             images, rest = divmod(kernel.positions // cols, rows)
             if rest == 0:
                 yield from _shape(problem, kernel, (images, rows, cols), device)
     if problem.geometry.kernel == problem.step:
-        # Whole rows of maps of image patches (vision transformers); those of fewer columns fit tiles of 16 as well
-        # (measured).
+        # Whole rows of maps of image patches (vision transformers). For maps of fewer columns tiles of 16 columns are
+        # as fast (measured).
         cols = PATCHES[2]
         yield from _shape(problem, kernel, (1, kernel.positions // cols, cols), device)
 

@@ -53,7 +53,7 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "implicit_gemm"
-#: The most taps of a kernel: with more, a multiply for each tap and step of k is too much code.
+#: The most taps of a kernel. With more, the code would be too long: it has a multiply for each tap and step of k.
 MAX_TAPS = 64
 #: The most phases of an axis that have taps: a copy of the input has a bit for each.
 MAX_PHASES = 16
@@ -77,14 +77,14 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return _of_more_channels(problem, channels, device, count)
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
-        posed = as_forward(problem)
-        first: list[Plan | Part] = [*forward_stride1.part_candidates(posed, device, count)]
+        forward = as_forward(problem)
+        first: list[Plan | Part] = [*forward_stride1.part_candidates(forward, device, count)]
         second: list[Plan | Part] = []
-        if forward_implicit_gemm.claims(posed, device):
+        if forward_implicit_gemm.claims(forward, device):
             second = [
-                forward_implicit_gemm.plan_with_tile(*tile, device) for tile in choose(posed, device, count)
+                forward_implicit_gemm.plan_with_tile(*tile, device) for tile in choose(forward, device, count)
             ]
-        if not forward_stride1.preferred(posed, device):
+        if not forward_stride1.preferred(forward, device):
             first, second = second, first
         made = [one for both in zip_longest(first, second) for one in both if one is not None]
         return [
@@ -137,12 +137,12 @@ def as_forward(problem: Problem) -> TileProblem:
         geometry.in_channels,
         geometry.kernel,
         padding=(padding[0], padding[1]),
-        # What output_padding added has no part in the gradient.
+        # The rows and columns that output_padding added do not contribute to the gradient.
         output_padding=(-geometry.output_padding[0], -geometry.output_padding[1]),
         dilation=geometry.dilation,
         groups=geometry.groups,
     )
-    posed = make_problem(
+    forward = make_problem(
         swapped,
         problem.dtype,
         problem.precision,
@@ -150,7 +150,7 @@ def as_forward(problem: Problem) -> TileProblem:
         problem.weight_channels_last,
         has_bias=False,
     )
-    return replace(posed, of_grad_input=True)
+    return replace(forward, of_grad_input=True)
 
 
 def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:

@@ -39,8 +39,8 @@ MAX_IEEE_REGISTERS = 64
 #: The most phases that are stages of their own in grad_input/implicit_gemm_wgmma.cu: a copy of the input has a bit for
 #: each.
 MAX_PHASE_STAGES = 16
-#: The same with three products: for more ptxas does not find registers. A plan with 20 phases spilled 6 KB, and its
-#: result was wrong on an H200 (and right in emulation). All plans with up to 4 were right.
+#: The same with three products. With more, ptxas does not have enough registers: a plan with 20 phases spilled 6 KB,
+#: and its result was wrong on an H200, though right in emulation. All plans with up to 4 phases were right.
 MAX_IEEE_PHASE_STAGES = 4
 #: Registers of a producer thread of grad_input/implicit_gemm_wgmma.cu that hold no input.
 PRODUCER_OVERHEAD = 64
@@ -53,9 +53,9 @@ CONSUMER_OVERHEAD = 48
 LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
-#: How much more a position counts that mma.sync multiplies: three products took 1.6 times as long with it.
+#: The cost of a position that mma.sync multiplies, relative to wgmma. With three products it took 1.6 times as long.
 HANDICAP_MMA = 1.6
-#: The same where partial sums are written although there are enough tiles: that took 1.6 to 2.6 times as long.
+#: The same where partial sums are written although there are enough tiles, which took 1.6 to 2.6 times as long.
 HANDICAP_SPLIT = 1.6
 #: Input channels of a group above which maps of 4 x 4 come before maps of 8 x 8.
 MANY_CHANNELS = 256
@@ -116,12 +116,12 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
     few = [one for one in legal if one.few]
     if few and best.tile.splits == 1 and idle(best):
         best = next((one for one in few if not idle(one)), few[-1])
-    posed = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
-    found = [(posed, _for_size(best.tile, problem, device))]
+    adapted = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
+    found = [(adapted, _for_size(best.tile, problem, device))]
     if count > 1:
-        posed = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
-        others = (Schedule(posed, tile) for tile in candidates(posed, device))
-        found += [(posed, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
+        adapted = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
+        others = (Schedule(adapted, tile) for tile in candidates(adapted, device))
+        found += [(adapted, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
     return list(dict.fromkeys(found))[:count]
 
 
@@ -153,19 +153,19 @@ def _classes(layer: StridedProblem, device: Device, share: int) -> Iterator[Sche
     large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
 
     def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
-        posed = replace(sized(layer, *size), aligned=aligned)
-        tile = next(candidates(posed, device), None)
+        nominal = replace(sized(layer, *size), aligned=aligned)
+        tile = next(candidates(nominal, device), None)
         for_large = size in (MIDDLE, large) and not few and (share > 2 or (share == 2 and aligned))
         if tile is not None and tile.splits > 1 and for_large:
             # Larger maps take this schedule too, and need no splits.
-            posed = replace(sized(layer, *large), aligned=aligned)
-            tile = next((one for one in candidates(posed, device) if one.splits == 1), tile)
+            nominal = replace(sized(layer, *large), aligned=aligned)
+            tile = next((one for one in candidates(nominal, device) if one.splits == 1), tile)
         if tile is not None:
             # With mma.sync, warps store pairs of columns if this constant allows it; with wgmma they test it at run
             # time.
-            posed = replace(posed, even=aligned and not tile.wgmma)
+            nominal = replace(nominal, even=aligned and not tile.wgmma)
             handicap = (HANDICAP_SMALL if size in SMALL else 1.0) * (1.0 if tile.wgmma else HANDICAP_MMA)
-            yield Schedule(posed, tile, few, handicap)
+            yield Schedule(nominal, tile, few, handicap)
 
     if layer.one_pixel:
         yield from made(ONE_PIXEL)

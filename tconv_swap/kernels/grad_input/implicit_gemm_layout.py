@@ -130,7 +130,7 @@ def as_convolution(problem: Problem) -> StridedProblem:
     )
     # The output_padding that gives the convolution's output the size of the gradient, by Geometry's formula.
     missing = (geometry.height - swapped.out_height, geometry.width - swapped.out_width)
-    posed = make_problem(
+    forward = make_problem(
         swapped,
         problem.dtype,
         problem.precision,
@@ -140,11 +140,11 @@ def as_convolution(problem: Problem) -> StridedProblem:
     )
     return StridedProblem(
         geometry=replace(swapped, output_padding=missing),
-        dtype=posed.dtype,
-        precision=posed.precision,
-        input_channels_last=posed.input_channels_last,
-        output_channels_last=posed.output_channels_last or one_pixel,
-        weight_channels_last=posed.weight_channels_last,
+        dtype=forward.dtype,
+        precision=forward.precision,
+        input_channels_last=forward.input_channels_last,
+        output_channels_last=forward.output_channels_last or one_pixel,
+        weight_channels_last=forward.weight_channels_last,
         has_bias=False,
         of_grad_input=True,
         one_pixel=one_pixel,
@@ -170,8 +170,10 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
         pixels = max(1, (positions - 1) * step + reach + 1 - 2 * padding)
         found.append((pixels, positions - (pixels + reach - 2 * padding)))
     (height, missing_h), (width, missing_w) = found
-    posed = replace(geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w))
-    return replace(problem, geometry=posed)
+    resized = replace(
+        geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w)
+    )
+    return replace(problem, geometry=resized)
 
 
 def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
@@ -197,8 +199,8 @@ def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
     geometry, step = problem.geometry, problem.step[1]
     added = -geometry.width % step
     missing_h, missing_w = geometry.output_padding
-    posed = replace(geometry, width=geometry.width + added, output_padding=(missing_h, missing_w - added))
-    return replace(problem, geometry=posed)
+    resized = replace(geometry, width=geometry.width + added, output_padding=(missing_h, missing_w - added))
+    return replace(problem, geometry=resized)
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ def share_of_im2col(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels im2col has."""
     if layer.one_pixel or layer.item == 2:
         return MAX_IM2COL
-    # The loads of implicit_gemm are slow in rows, so it has only the kernel for sizes that im2col does not compute.
+    # implicit_gemm loads maps of one row slowly, so it has only the kernel for sizes that im2col does not compute.
     return MAX_KERNELS - 1 - _of_one_pixel(layer, device) if layer.one_row else MAX_TMA
 
 

@@ -23,12 +23,12 @@ from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: With so few steps (a tap of a chunk) a tile should have at most ``SMALL`` outputs: storing the last tile, when
-#: nothing is left to multiply, costs more than the loads that small tiles add.
+#: With at most so many steps (a step is a tap of a chunk) a tile should have at most ``SMALL`` outputs: storing the
+#: last tile, when nothing is left to multiply, costs more than the loads that small tiles add.
 FEW_STEPS = 24
 SMALL = 128 * 128
-#: Two consumers in ping-pong pay up to so many steps of a tile for each byte of an output (one multiplies while the
-#: other stores), if at least this share of the multiprocessors works in the last wave.
+#: The most steps of a tile for each byte of an output with which two consumers in ping-pong are faster (one multiplies
+#: while the other stores), and the smallest share of the multiprocessors that must have work in the last wave for that.
 PING_PONG_STEPS = 9
 PING_PONG_OCCUPANCY = 0.9
 #: Factors on the expected time of a tile that is too large for few steps, of one consumer where two were measured to be

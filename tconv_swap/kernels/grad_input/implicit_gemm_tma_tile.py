@@ -28,7 +28,8 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 MAX_STEP = 8
 MAX_INPUT_STAGES = 8
 MAX_WEIGHT_STAGES = 12
-#: A kernel has the shapes whose boxes leave at least this share of the taps that stages hold with the smallest box.
+#: A kernel has the shapes with whose boxes its stages hold at least this share of the taps that they hold with the
+#: smallest box.
 MIN_TAPS_AHEAD = 0.75
 #: Of equals, tiles with long rows were faster (columns of taps overlap), but not those with longer ones.
 LONG_ROW = 64

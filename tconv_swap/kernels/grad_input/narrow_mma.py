@@ -51,8 +51,8 @@ from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, o
 
 #: The fewest channels of a group, on either side, that the implicit GEMM computes, and the rows of a multiply.
 MIN_CHANNELS, TILE_CHANNELS = 8, 16
-#: The fewest taps that the implicit GEMM does not compute, and those of which larger sizes are left to the general
-#: kernel.
+#: The fewest taps that the implicit GEMM does not compute, and the fewest with which larger sizes are left to the
+#: general kernel.
 MANY_TAPS, MOST_TAPS = 65, 256
 
 

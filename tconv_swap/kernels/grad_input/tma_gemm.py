@@ -1,4 +1,4 @@
-"""What the planners share of the two families that load both operands through TMA: grad_input/implicit_gemm_tma.py and
+"""What the planners of the two families that load both operands through TMA share: grad_input/implicit_gemm_tma.py and
 grad_input/im2col.py. Their kernels share csrc/kernels/grad_input/tma_gemm.cuh."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELEMENT_KINDS = {
     "FP16": ElementKind.FLOAT16,
     "BF16": ElementKind.BFLOAT16,
 }
-#: The numbers of splits; more never paid.
+#: The numbers of splits. More splits were never faster.
 SPLITS = (2, 4)
 
 _Tile = TypeVar("_Tile", TmaTile, Im2colTile)

@@ -1,1 +1,1 @@
-"""Plans of the gradient of the weight, a family a file."""
+"""Plans of the gradient of the weight. Each file plans one family of kernels, or a part of it."""

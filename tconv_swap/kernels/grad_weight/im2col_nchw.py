@@ -1,5 +1,5 @@
-"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32 and NCHW, grad_output
-read where it lies (sm_90a)."""
+"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32 and NCHW, without a copy of
+grad_output (sm_90a)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def claims(problem: Problem, device: Device) -> bool:
 def _adds_all_of_grad_output(geometry: Geometry) -> bool:
     """Returns whether the bias adds up every element of grad_output exactly once.
     The rows of taps whose offset lies in [0, stride) must read every row once; of a row, everything over the
-    input is added up. Where grad_output is copied, the copy adds up everything.
+    input is added up. Where grad_output is copied, the launch that copies it adds up every element.
     """
     g = geometry
     if out_row_pitch(g) != g.out_width:
@@ -144,7 +144,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
             )
         )
-    # Where grad_output is copied, the copy adds up the bias.
+    # Where grad_output is copied, the launch that copies it also adds up the bias.
     out = _output_planes(g)
     out_base, bias_rows = input_(0), 2 * tile.splits * g.stride[0]
     copies_output = out_row_pitch(g) != g.out_width

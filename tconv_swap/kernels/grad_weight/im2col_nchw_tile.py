@@ -80,7 +80,7 @@ class Pixels:
 
 
 def input_read_in_place(geometry: Geometry, pixels: Pixels) -> bool:
-    """Returns whether boxes can load the input from where it lies."""
+    """Returns whether boxes can load the input without a copy of it."""
     return pixels.row_pitch == geometry.width and geometry.height * geometry.width % 4 == 0
 
 
@@ -91,8 +91,8 @@ def out_row_pitch(geometry: Geometry) -> int:
 
 def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     """Yields the stages that cover the images.
-    A stage reaches beyond an image's edge only where grad_output ends too: it might be infinite there, and the
-    input's zeros would make it NaN.
+    A stage may reach beyond an image's edge only where grad_output ends too. Otherwise grad_output might be infinite
+    there, and its product with the zeros beyond the input would be NaN.
     """
     g = geometry
     size = g.height * g.width
@@ -244,8 +244,8 @@ def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
 
 
 def with_splits(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
-    """Returns the tile with the number of splits that is expected to be the fastest; None where the truncation
-    of sums asks for more splits than the workspace holds."""
+    """Returns the tile with the number of splits that is expected to be the fastest; None where more splits are needed,
+    because the tensor cores truncate long sums, than the workspace holds."""
     g, stages = geometry, tile.pixels.stages(geometry)
     max_splits = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
     min_splits = ceil_div(stages * tile.pixels.count // 8, MAX_MULTIPLIES)

@@ -138,8 +138,8 @@ def rows_are_contiguous(geometry: Geometry) -> bool:
 
 def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     """Yields, for each number of columns, the stages that cover the images with the fewest stages.
-    A stage reaches beyond an image's edge only where grad_output ends too: it might be infinite there, and the
-    input's zeros would make it NaN.
+    A stage may reach beyond an image's edge only where grad_output ends too. Otherwise grad_output might be infinite
+    there, and its product with the zeros beyond the input would be NaN.
     """
     g = geometry
     nothing_below, nothing_right = _nothing_beyond(g)

@@ -85,7 +85,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     preferred = im2col or pixel_rows
     k_contiguous: list[Part] = []
     if im2col or count > 1:
-        # Each of the two claims one layout.
+        # Each of the two families claims one layout.
         k_contiguous += grad_weight_im2col_nchw.part_candidates(problem, device, with_bias, (count + 1) // 2)
         k_contiguous += grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, (count + 1) // 2)
     _, limit = _nchw_schedules(problem, device)
@@ -97,7 +97,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         return implicit_gemm_parts(problem, device, with_bias, count)
     if count == 1:
         return k_contiguous
-    # To be measured, some of each kind.
+    # For tuning to measure: some schedules of each kind.
     others = implicit_gemm_parts(problem, device, with_bias, count // 2 if preferred else count - 1)
     if preferred:
         return k_contiguous[: count - len(others)] + others
@@ -138,7 +138,7 @@ def max_schedules(problem: Problem, device: Device) -> int:
     of the other families."""
     g = problem.geometry
     if g.taps >= MANY_TAPS:
-        return 1  # narrow_mma has the others
+        return 1  # narrow_mma has the other kernels
     if grad_weight_tma.claims(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
         return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
@@ -159,7 +159,8 @@ def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
     if not _is_wide(problem):
         return im2col_nchw, 0
     if im2col_nchw:
-        # In a product gemm, which computes maps of one pixel, has the place of pixel_rows.
+        # If maps of one pixel are a plain matrix product, gradients/gemm.py computes them and takes the place of
+        # pixel_rows.
         return im2col_nchw, 0 if is_a_product(g) else 1
     return 0, grad_weight_pixel_rows.MAX_SCHEDULES
 
@@ -200,7 +201,8 @@ def _is_wide(problem: Problem) -> bool:
 def _im2col_wins(problem: Problem) -> bool:
     """Returns whether im2col_nchw or im2col_nhwc was measured to be the fastest in TF32.
     Both need enough channels and work. NCHW also needs a stride, rows of grad_output that the copy engine can
-    load, and not so many multiplies for each element of grad_output that a copy of it costs next to nothing.
+    load, and at most so many multiplies for each element of grad_output; with more of them a copy of grad_output takes
+    a negligible time, and pixel_rows is faster.
     """
     g = problem.geometry
     if g.in_channels_per_group < WIDE_CHANNELS or g.out_channels_per_group < WIDE_CHANNELS // 2:

@@ -224,7 +224,7 @@ def _schedules_of(
             operands = operands or windows(problem, tile)
             stages = _fitting_stages(problem, tile, operands, device)
             if not stages:
-                break  # where one block has no room, two have none
+                break  # if one block does not fit, two do not either
             tile = tile if stages == most else tile_of(pixels, stages, blocks)
             yield Schedule(problem, tile, operands, work_of(problem, tile, operands))
 
@@ -284,7 +284,7 @@ def _swapped_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
 def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
     """Yields warps along (m, n, taps, k) and the channels in, channels out and taps of a warp for mma.sync."""
     g = problem.geometry
-    # A warp with too few sums waits for its operands; a small product has no more.
+    # A warp with too few sums waits for its operands. A small product has no more sums.
     widest = [
         min(64, 1 << (channels - 1).bit_length())
         for channels in (g.in_channels_per_group, g.out_channels_per_group)

@@ -202,7 +202,7 @@ def select(
         if sum(now) - loss < MIN_GAIN * all_weights:
             break
         chosen.append(index)
-    # Then each of them is exchanged for a better one, twice over.
+    # Then each of them is exchanged for a better one, if there is one; this is done twice.
     for i in (*range(len(chosen)), *range(len(chosen))):
         rest = chosen[:i] + chosen[i + 1 :]
         index, loss = first_near_best(now_with(rest))

@@ -49,7 +49,8 @@ _ALIGNMENT = 16
 #: Channels of a group, in and out, below which a box of 64 holds too many of other groups (measured: with 32 in,
 #: slower than grad_weight/implicit_gemm_wgmma.cu; with 32 out, faster).
 _MIN_IN, _MIN_OUT = 33, 17
-#: Input channels of a group where the kernel leaves gaps: those layers are bound by memory (measured: faster).
+#: The fewest input channels of a group where the kernel skips rows or columns of grad_output. Memory bounds those
+#: layers, and this kernel was measured to be faster.
 _MIN_IN_WITH_GAPS = 32
 
 

@@ -39,7 +39,7 @@ L2_RATE, MEMORY_RATE, PARTIAL_RATE = 40, 15, 16
 #: Clocks of a tile, of starting and ending a block, and of the launch that reduces splits (fitted,
 #: docs/kernels/grad_weight/implicit_gemm_tma.md).
 TILE_CLOCKS, BLOCK_CLOCKS, REDUCTION_CLOCKS = 220, 3000, 4000
-#: How much longer the fewest stages take than more stages of smaller tiles.
+#: How many times as long a tile takes that has only the fewest stages, compared with smaller tiles of more stages.
 FEW_STAGES = 1.1
 
 
@@ -175,7 +175,8 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tup
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``)."""
     distinct: dict[tuple[tuple[int, int, int], Work], Schedule] = {}
-    for one in pool(layer, device):  # tiles of the same pixels and work are equally fast: the first is taken
+    # Tiles of the same pixels and work are equally fast: the first is taken.
+    for one in pool(layer, device):
         distinct.setdefault((one.tma_tile.tile.shape, one.work), one)
     clocks: list[list[float]] = [[] for _ in distinct]
     weights = []

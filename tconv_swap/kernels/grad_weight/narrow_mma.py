@@ -131,8 +131,9 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
 
 def _fills_wide_tiles(problem: Problem) -> bool:
     """Returns whether the tiles of grad_weight/implicit_gemm.py are faster: with 8 channels on both sides, up to twice
-    as fast (kb75). Of kernels of many taps only those of 16 bits in channels_last (1.3 to 3.9 times as fast on four
-    layers): in NCHW the narrow kernel is faster, and of float32 it rounds nothing, as PyTorch's operator does not."""
+    as fast (kb75). With many taps they are faster only in 16 bits and channels_last (1.3 to 3.9 times as fast on four
+    layers). In NCHW the narrow kernel is faster; and it does not round float32 to TF32, as PyTorch's operator does not
+    for these layers."""
     geometry = problem.geometry
     channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
     wide = geometry.taps < MANY_TAPS or (problem.channels_last and problem.dtype.itemsize == 2)
@@ -174,8 +175,8 @@ def build_grad_weight(
             *tile.constants,
             ("WITH_BIAS", with_bias),
         ),
-        # Beside 96 sums of a thread, 16-bit elements of NCHW wait in registers to be converted: on sm_80 160 bytes
-        # spill.
+        # A thread with 96 sums also holds 16-bit elements of NCHW in registers until they are converted. On sm_80 160
+        # bytes spill.
         spills=problem.dtype.itemsize == 2
         and not problem.channels_last
         and tile.m_tiles * tile.n_tiles >= 24,
@@ -212,7 +213,7 @@ def build_grad_weight(
 
 
 def blocks_across(geometry: Geometry, tile: GradWeightTile) -> int:
-    """Returns the blocks side by side: along channels, taps, groups and columns of the image."""
+    """Returns how many blocks share one row of tiles: along channels, taps, groups and columns of the image."""
     return tile.blocks_of_a_row(geometry) * chunks(geometry, tile.grad_output)
 
 

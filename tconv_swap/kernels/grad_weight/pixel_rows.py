@@ -58,9 +58,9 @@ def part_candidates(
     that of the bias.
 
     Workspace: a copy of grad_output for every column of taps in a stride (and every row of taps with
-    ``im2col_rows``), and one of the input where images are no multiple of 16 bytes, together at most
-    ``MAX_COPY_BYTES`` with the partial sums that truncation asks for; and at most 64 MiB of partial sums,
-    or one copy of the gradient if that is more.
+    ``im2col_rows``), and one of the input where images are no multiple of 16 bytes, together at most ``MAX_COPY_BYTES``
+    with the partial sums that are needed because the tensor cores truncate long sums; and at most 64 MiB of partial
+    sums, or one copy of the gradient if that is more.
 
     Args:
         limit: kernels that the layer may have over all its sizes.

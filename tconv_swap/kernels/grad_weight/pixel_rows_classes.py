@@ -74,7 +74,7 @@ def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...
 
 
 def input_read_in_place(geometry: Geometry) -> bool:
-    """Returns whether boxes can load the input from where it lies."""
+    """Returns whether boxes can load the input without a copy of it."""
     pixels = geometry.height * geometry.width
     return planes_of(1, 1, (geometry.height, geometry.width)).pitch == pixels
 

@@ -169,8 +169,8 @@ def candidates(geometry: Geometry) -> Iterator[Tile]:
 
 
 def with_splits(geometry: Geometry, stages: int, tile: Tile, device: Device, copied: int) -> Tile | None:
-    """Returns the tile with the number of splits that is expected to be the fastest; None where the truncation
-    of sums asks for more splits than the workspace holds.
+    """Returns the tile with the number of splits that is expected to be the fastest; None where more splits are needed,
+    because the tensor cores truncate long sums, than the workspace holds.
     Args:
         stages: of all pixels.
         copied: bytes of the copies in the workspace beside the sums.

@@ -218,7 +218,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Stride1Tile]:
 
 
 def _with_stages(problem: Problem, tile: Stride1Tile, device: Device) -> Stride1Tile:
-    """Returns the tile with as many stages as shared memory holds; 0 where those are too few."""
+    """Returns the tile with as many stages as shared memory holds, or with 0 stages where those are too few."""
     most, fewest = MAX_STAGES + tile.tap_rows - 1, tile.tap_rows + 1
     fixed, one_stage = _fixed_and_stage_bytes(problem, tile)
     stages = min(most, (device.shared_memory_per_block - fixed) // one_stage)

@@ -212,8 +212,8 @@ def loads_of_a_pixel(problem: Problem, tile: DepthwiseTile) -> float:
 
 
 def _repeat(problem: Problem, tile: DepthwiseTile, block_tiles: int, split_bytes: int) -> int:
-    """Returns how many tiles a thread computes one after another: so many that partial sums take hardly any time, but
-    not so many that a sum gets too long."""
+    """Returns how many tiles a thread computes one after another: enough that the partial sums take little time, but
+    not so many that a sum is too long for its accuracy."""
     wanted = ceil_div(
         block_tiles * split_bytes, int(MAX_PARTIAL * problem.dtype.itemsize * problem.geometry.elements) + 1
     )

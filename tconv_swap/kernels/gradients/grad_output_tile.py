@@ -121,7 +121,8 @@ def with_pitches(
         _left_padding(geometry, 1 if channels_last else tile.load),
         (tile.chunk_co, tile.chunk_kh),
     )
-    # Only the best pitches become a tile: making a tile costs more than a call of _passes, which is cached.
+    # A tile is made only with the best pitches, because making one takes longer than a call of _passes, which is
+    # cached.
     best: tuple[float, int, int, int] | None = None
     for pixel_pitch in range(stride, stride + 9):
         if pixel_pitch != stride and (pixel_pitch % load or stride % load):
@@ -130,7 +131,7 @@ def with_pitches(
         for pad in range(0, BANKS, 4):
             pitch = round_up(row, 4) + pad
             plane = _plane(down * pitch, tile.channels, channels_last)
-            # Only the banks of offsets matter, but for offsets within a row.
+            # Only the banks of the offsets matter, except for offsets within a row.
             pitches = (pixel_pitch, pitch % BANKS + 256 * BANKS, plane % BANKS + 8192 * BANKS)
             passes = _passes(axes, left_padding, chunk, pitches, pixels, taps_on_rows)
             if best is None or (passes, plane) < best[:2]:

@@ -33,13 +33,13 @@ MIN_WARPS, MAX_WARPS = 4, 12
 WARP_TAPS = {2: 64, 4: 32}
 #: The most steps of 16 pixels that a warp adds up one after the other: rounding errors grow with the root of it.
 LONGEST_CHAIN = 256
-#: The fewest taps in float32. Smaller kernels are faster too, but have more pixels to add up in one chain: 32 x 32 and
-#: 16 x 16 taps were less accurate than PyTorch (docs/kernels/gradients/large_kernel.md).
+#: The fewest taps in float32. This family is faster for smaller kernels too, but they have more pixels to add up in one
+#: chain: with 32 x 32 and 16 x 16 taps it was less accurate than PyTorch (docs/kernels/gradients/large_kernel.md).
 MANY_TAPS_FLOAT32 = 2048
 #: The fewest steps of a split, and the pixels of a step.
 MIN_STEPS = 8
 STEP_PIXELS = 16
-#: Blocks of the most warps are worth a kernel of their own if they leave at most this share of the partial sums.
+#: A second kernel, whose blocks have the most warps, is compiled if it leaves at most this share of the partial sums.
 FEWER_SUMS = 0.75
 
 

@@ -23,8 +23,8 @@ from tconv_swap.runtime.program import ELEMENT_TYPES, Constant, Launch
 
 FAMILY = "narrow_mma"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed, and so do these
-#: kernels.
+#: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed, and these kernels do
+#: the same.
 TF32_CHANNELS = 8
 #: The most channels of the narrow side of a group: most of a wide tile would be padding.
 NARROW_CHANNELS = 8

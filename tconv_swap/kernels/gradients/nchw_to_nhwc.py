@@ -1,4 +1,4 @@
-"""Plans the backward pass of NCHW tensors by way of channels_last: launches of common/nchw_to_nhwc.py copy the
+"""Plans the backward pass of NCHW tensors from copies in channels_last: launches of common/nchw_to_nhwc.py copy the
 tensors to channels_last in the workspace, and the kernels for channels_last compute from the copies. The functions are
 pure."""
 
@@ -43,8 +43,8 @@ GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 @dataclass(frozen=True, slots=True)
 class GradientPart:
     """A part that computes one gradient, its output, and the inputs of the plan that it reads from copies in
-    channels_last. ``transposed_back``: the part stores a transposed output, which a launch brings to the output's
-    layout."""
+    channels_last. ``transposed_back``: the part stores a transposed output, which another launch transposes to the
+    output's layout."""
 
     part: Part
     output: Output
@@ -111,8 +111,8 @@ def _pays_alone(problem: Problem, device: Device) -> bool:
 
 def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
     """Returns grad_input in NCHW, computed from copies of grad_output and the weight in channels_last."""
-    posed = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
-    parts = grad_input_tma.part_candidates(replace(posed, output_channels_last=False), device, 1)
+    nhwc = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
+    parts = grad_input_tma.part_candidates(replace(nhwc, output_channels_last=False), device, 1)
     return (
         GradientPart(parts[0], Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT)) if parts else None
     )
@@ -130,8 +130,8 @@ def nhwc_grad_weight(problem: Problem, device: Device) -> GradientPart | None:
     another launch transposes it."""
     copied = (GRAD_OUTPUT, INPUT)
     made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
-    posed = replace(problem, channels_last=True, weight_channels_last=True)
-    part = grad_weight_tma.plan_from_nhwc_copies(posed, device, problem.weight_channels_last)
+    nhwc = replace(problem, channels_last=True, weight_channels_last=True)
+    part = grad_weight_tma.plan_from_nhwc_copies(nhwc, device, problem.weight_channels_last)
     if part is None:
         return None
     if len(part.launches) == 1 and not problem.weight_channels_last:

@@ -32,8 +32,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: STAGE of csrc/kernels/norm/norm.cuh.
 _FUSED, _REDUCE, _APPLY = 0, 1, 2
 _FORWARD, _BACKWARD = "norm_forward", "norm_backward"
-#: Bytes a microsecond of an H200 in one launch, by the blocks that a multiprocessor runs at a time (3: or more), and in
-#: two launches; and of its L2. Fitted, like the other numbers of the cost, to the times of docs/kernels/norm.md.
+#: Bytes a microsecond of an H200 in one launch, by the blocks that a multiprocessor runs at a time (the last: 3 or
+#: more), and in two launches; and of its L2. Fitted, like the other numbers of the cost, to the times of
+#: docs/kernels/norm.md.
 _COPY_RATES, _TWO_PASS_RATE, _L2_RATE = {1: 5.0e6, 2: 3.95e6, 3: 3.2e6}, 4.0e6, 7.3e6
 #: Microseconds of one launch and of two.
 _ONE_LAUNCH, _TWO_LAUNCHES = 5.5, 12.8
@@ -42,14 +43,14 @@ _ONE_LAUNCH, _TWO_LAUNCHES = 5.5, 12.8
 _BLOCK, _CLUSTER, _NEXT_WAVE = 2.2, 1.5, (0.75, 0.6)
 #: Bytes that stay in the L2 from one launch to the next.
 _L2_BYTES = 30e6
-#: The share of a GPU's multiprocessors that suffices for all of its memory's rate.
+#: The share of a GPU's multiprocessors that is enough to reach the full rate of its memory.
 _SATURATING_SHARE = 0.75
 #: Threads of a block of the single launch, and how many of such blocks share a multiprocessor's shared memory.
 _BLOCKS = ((512, 1), (256, 2), (128, 4))
 #: Threads that the registers of a multiprocessor hold, at the 80 of most kernels.
 _MAX_RESIDENT_THREADS = 816
 #: The share of a GPU's multiprocessors that clusters use, by the multiprocessors that a cluster is spread over: fitted
-#: too. All blocks of a cluster run within one GPC, which may leave some of its multiprocessors to none.
+#: too. All blocks of a cluster run within one GPC, so some of its multiprocessors may have no cluster.
 _CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.85}
 #: Threads of a block of the two launches.
 _SPLIT_THREADS = 256
@@ -134,9 +135,9 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
     """Returns the plan of the gradients of a normalisation and its activation, or None where the kernels do not
     claim it.
     Inputs: the gradient of the output, the normalised tensor, what the forward pass saved, weight, bias; with
-    ``norm.adds`` the output. Outputs: the gradients that ``wants`` asks for: that of the tensor; those of
-    weight and bias, ``[groups]``, float32 for every image where statistics are per image, else in the dtype of
-    the parameters; with ``norm.adds``, where the tensor's is always wanted, that of the added tensor.
+    ``norm.adds`` the output. Outputs: the gradients that ``wants`` selects: that of the tensor; those of weight and
+    bias, ``[groups]``, float32 for every image where statistics are per image, else in the dtype of the parameters;
+    with ``norm.adds``, where the tensor's is always wanted, that of the added tensor.
 
     Args:
         trains: the forward pass normalised by the batch's statistics.
@@ -183,7 +184,8 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
 
 
 def _without_overlap(launch: Launch) -> Launch:
-    """Returns the launch of a plan by itself: what runs before it belongs to another plan."""
+    """Returns the launch, changed so that it waits for the launch before it to end, because that one belongs to another
+    plan."""
     return replace(launch, overlaps_previous=False)
 
 

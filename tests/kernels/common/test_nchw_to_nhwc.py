@@ -54,7 +54,7 @@ def problem(geometry: Geometry = WIDE, dtype: torch.dtype = torch.float16) -> pl
     return plan.Problem(geometry, dtype, "tf32", False, False)
 
 
-def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_lies_there() -> None:
+def test_a_gradient_of_the_input_that_boxes_cannot_load_is_planned_without_copies() -> None:
     """Strides of 10 are too long for the boxes of grad_output if its columns are not whole strides, and no other
     kernel needs a copy."""
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5), (0, 1)))
@@ -65,9 +65,9 @@ def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_li
     assert plan.plan_backward(posed, mask, H200).family == "implicit_gemm"
 
 
-def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = True) -> Plan:
+def by_way_of_channels_last(mask: tuple[bool, ...], copies_for_grad_input: bool = True) -> Plan:
     pieces = []
-    if mask[0] and arranges_grad_input:
+    if mask[0] and copies_for_grad_input:
         pieces.append(gradients_nchw_to_nhwc.nhwc_grad_input(problem(), H200))
     elif mask[0]:
         pieces.append(gradients_nchw_to_nhwc.direct_grad_input(problem(), H200))
@@ -88,21 +88,21 @@ def workspace_places(made: Plan) -> list[int]:
     return [a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.WORKSPACE]
 
 
-@pytest.mark.parametrize("arranges_grad_input", [False, True])
+@pytest.mark.parametrize("copies_for_grad_input", [False, True])
 @pytest.mark.parametrize(
     "mask", [(True, True, True), (True, True, False), (False, True, True), (False, True, False)]
 )
-def test_each_tensor_is_arranged_once_and_each_gradient_written(
-    mask: tuple[bool, ...], arranges_grad_input: bool
+def test_each_tensor_is_copied_once_and_each_gradient_written(
+    mask: tuple[bool, ...], copies_for_grad_input: bool
 ) -> None:
-    made = by_way_of_channels_last(mask, arranges_grad_input)
+    made = by_way_of_channels_last(mask, copies_for_grad_input)
     shapes = (WIDE.input_shape, WIDE.weight_shape, (WIDE.out_channels,))
     assert [o.shape for o in made.outputs] == [s for s, wanted in zip(shapes, mask, strict=True) if wanted]
     assert not any(o.channels_last for o in made.outputs)
     written = {a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.OUTPUT}
     assert written == set(range(len(made.outputs)))
     brought = [one.arguments[0].value for one in conversions(made, ArgumentKind.INPUT)]
-    assert brought == ([0, 1, 2] if mask[0] and arranges_grad_input else [0, 1])
+    assert brought == ([0, 1, 2] if mask[0] and copies_for_grad_input else [0, 1])
     assert not made.launches[0].overlaps_previous
     # The kernel that multiplies reads what several launches wrote, so it waits for all of them. So does the launch that
     # converts a gradient back.
@@ -110,7 +110,7 @@ def test_each_tensor_is_arranged_once_and_each_gradient_written(
     assert not made.launches[first].overlaps_previous
 
 
-def test_arranged_tensors_and_the_parts_workspace_lie_apart() -> None:
+def test_copies_and_the_workspace_of_parts_do_not_overlap() -> None:
     made = by_way_of_channels_last((True, True, True))
     places = workspace_places(made)
     assert all(place % 256 == 0 for place in places)
@@ -169,7 +169,7 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
 def test_which_gradients_of_the_weight_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
     made = plan.plan_backward(problem(geometry), (False, True, False), H200)
     assert ("nchw_to_nhwc" in made.family) == converted
-    # Of fewer channels than 128 the gradient of the input is computed from what lies there.
+    # With fewer than 128 channels the gradient of the input is computed without copies.
     both = plan.plan_backward(problem(geometry), (True, True, False), H200)
     assert all(one.kernel.entry != "grad_input_implicit_gemm_tma" for one in both.launches)
 
@@ -250,8 +250,8 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     handle = launch.add_plan(made, dtype, x.device, plan_architecture())
     for _ in range(2):
         torch.full((4 * x.numel() + 1000,), float("nan"), device="cuda")  # freed: where the results will lie
-        turned, sums = torch.ops.tconv_swap.launch.default(handle, [x, x, None])
-        assert torch.equal(turned, x.transpose(1, 2))
+        transposed, sums = torch.ops.tconv_swap.launch.default(handle, [x, x, None])
+        assert torch.equal(transposed, x.transpose(1, 2))
         if with_sums:
             truth = x.double().sum((0, 2))
             assert (sums.double() - truth).norm() <= (torch.finfo(dtype).eps / 2 + 3e-7) * truth.norm()
