@@ -173,7 +173,7 @@ def test_blocks_that_are_left() -> None:
     assert [type(m) for m in model.modules()] == [type(m) for m in network().modules()]
     everything = tconv_swap.swap_layers(network(), fuse="blocks", leave_blocks=["1", "4"])
     assert [type(everything), type(everything[1])] == [nn.Sequential, nn.BatchNorm2d]
-    with pytest.raises(ValueError, match="no normalisation of the model is called '0'"):
+    with pytest.raises(ValueError, match="no normalisation or padding of the model is called '0'"):
         tconv_swap.plan_swap(model, fuse="all", leave_blocks=["0"])
 
 
