@@ -1,9 +1,9 @@
 """Norms and the activations behind them, alone and in networks: ``python -m benchmarks.blocks --json FILE``.
 
-First the kernels by themselves: normalisation and ReLU, forward and backward, beside PyTorch's (cuDNN's) and beside
-a copy of as many bytes, from a cold L2. Then DCGAN-64, DCGAN-256, a pose network and CycleGAN: an eager training step
-and an eager evaluation, PyTorch's network, ours, ours with ``fuse="blocks"`` and with ``"all"``, each layout in a
-process of its own: wall clock, and the GPU's time by kernel.
+First the kernels by themselves: normalisation and ReLU, and reflection padding, forward and backward, beside PyTorch's
+(cuDNN's) and beside a copy of as many bytes, from a cold L2. Then DCGAN-64, DCGAN-256, a pose network and CycleGAN: an
+eager training step and an eager evaluation, PyTorch's network, ours, ours with ``fuse="blocks"`` and with ``"all"``,
+each layout in a process of its own: wall clock, and the GPU's time by kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ SHAPES: tuple[tuple[tuple[int, int, int, int], bool], ...] = (
     ((8, 128, 128, 128), True),
     ((8, 64, 256, 256), True),
 )
+#: Batch, channels, height, width; and the padding on every side: CycleGAN's.
+PADS: tuple[tuple[tuple[int, int, int, int], int], ...] = (((8, 256, 64, 64), 1), ((8, 64, 256, 256), 3))
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -88,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "environment": environment(torch.device("cuda")),
         "commit": commit_of_tree(),
         "kernels": [],
+        "pads": [],
     }
     if options.only in (None, "kernels"):
         for row in _kernels():
-            document["kernels"].append(row)
+            document["pads" if "padding" in row else "kernels"].append(row)
             print(_kernel_line(row), flush=True)
             _save(document, options.json)
     names = [name for name in MEASURED if options.only in (None, name)]
@@ -143,6 +147,9 @@ def _kernels() -> Iterator[dict[str, Any]]:
         for layout, form in LAYOUTS.items():
             for name, dtype in DTYPES.items():
                 yield _kernel_row(shape, per_image, layout, form, name, dtype, rate)
+    for (shape, padding), (layout, form), (name, dtype) in product(PADS, LAYOUTS.items(), DTYPES.items()):
+        row = {"shape": shape, "padding": padding, "layout": layout, "precision": name}
+        yield row | _pad_stages(shape, padding, form, dtype, rate)
 
 
 def _kernel_row(
@@ -168,8 +175,39 @@ def _kernel_row(
         output: Tensor = activation(norm(x))
         return output
 
-    outputs = {"ours": ours(), "pytorch": theirs()}
+    size = x.numel() * x.element_size()
+    row: dict[str, Any] = {"shape": shape, "per_image": per_image, "layout": layout, "precision": precision}
     wanted = [x, *norm.parameters()]
+    return row | _stages(ours, theirs, wanted, grad, {"forward": 2 * size, "backward": 3 * size}, rate)
+
+
+def _pad_stages(
+    shape: tuple[int, ...], padding: int, form: Any, dtype: torch.dtype, rate: float
+) -> dict[str, float]:
+    pad = nn.ReflectionPad2d(padding)
+    x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=form).requires_grad_()
+
+    def ours() -> Tensor:
+        output = call.padded(pad, x)
+        assert output is not None
+        return output
+
+    grad = torch.randn_like(ours())
+    size = (x.numel() + grad.numel()) * x.element_size()
+    return _stages(ours, lambda: pad(x), [x], grad, {"forward": size, "backward": size}, rate)
+
+
+def _stages(
+    ours: Callable[[], Tensor],
+    theirs: Callable[[], Tensor],
+    wanted: list[Tensor],
+    grad: Tensor,
+    moved: dict[str, int],
+    rate: float,
+) -> dict[str, float]:
+    """Returns the microseconds of both passes by our kernels and by PyTorch, and which share of the copy rate ours
+    reach. ``moved``: the fewest bytes of each pass."""
+    outputs = {"ours": ours(), "pytorch": theirs()}
 
     def back(output: Tensor) -> Callable[[], object]:
         given = (
@@ -189,14 +227,13 @@ def _kernel_row(
         device="cuda",
         budget_s=0.4,
     )
-    size = x.numel() * x.element_size()
-    row: dict[str, Any] = {"shape": shape, "per_image": per_image, "layout": layout, "precision": precision}
-    for stage, passes in (("forward", 2), ("backward", 3)):
+    row: dict[str, float] = {}
+    for stage, size in moved.items():
         mine, other = (timings[f"{stage} {whose}"].median_ms for whose in ("ours", "pytorch"))
         row |= {
             f"{stage}_us": round(mine * 1e3, 1),
             f"{stage}_pytorch_us": round(other * 1e3, 1),
-            f"{stage}_of_copy": round(passes * size / rate * 1e-6 / mine, 3),
+            f"{stage}_of_copy": round(size / rate * 1e-6 / mine, 3),
         }
     return row
 
@@ -207,7 +244,8 @@ def _kernel_line(row: dict[str, Any]) -> str:
         f"{row[f'{stage}_of_copy']:4.0%} of copy"
         for stage in ("forward", "backward")
     ]
-    name = "x".join(map(str, row["shape"])) + (" instance" if row["per_image"] else " batch")
+    kind = f"pad {row['padding']}" if "padding" in row else "instance" if row["per_image"] else "batch"
+    name = f"{'x'.join(map(str, row['shape']))} {kind}"
     return f"{name:24s} {row['layout']:13s} {row['precision']}: " + "; ".join(parts)
 
 

@@ -1,6 +1,7 @@
-// Registers the ops of blocks: a norm with an activation (norm.h), a block in evaluation (block.h) and one in training
-// (training.h). They are a file of their own, so that it is compiled in parallel with call.cpp.
+// Registers the ops of blocks: a norm with an activation (norm.h), a block in evaluation (block.h), one in training
+// (training.h), and reflection padding (pad.h). They are a file of their own, so that it is compiled in parallel with call.cpp.
 #include "block.h"
+#include "pad.h"
 #include "training.h"
 
 #include <torch/library.h>
@@ -32,12 +33,14 @@ std::tuple<Maybe, bool> block_training(const Tensor& input, const Tensor& weight
 
 TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
   library.impl("norm_activation", &tconv_swap::norm_activation);
+  library.impl("reflection_pad", &tconv_swap::reflection_pad);
   library.impl("block_output", &tconv_swap::block_output);
   library.impl("block_training", &tconv_swap::block_training<false>);
 }
 
 TORCH_LIBRARY_IMPL(tconv_swap, AutogradCUDA, library) {
   library.impl("norm_activation", &tconv_swap::norm_activation);
+  library.impl("reflection_pad", &tconv_swap::reflection_pad);
   library.impl("block_output", &tconv_swap::block_output);
   library.impl("block_training", &tconv_swap::block_training<false>);
 }

@@ -42,7 +42,7 @@ struct CallPlan {
 
 using Key = c10::SmallVector<int64_t, 64>;
 
-constexpr int64_t FORWARD_STAGE = 8;  // gradients have their mask, 1 to 7; norm.h has 16 to 21, block.h has 24
+constexpr int64_t FORWARD_STAGE = 8;  // gradients have their mask, 1 to 7; norm.h has 16 to 21, block.h 24, pad.h 25 and 26
 constexpr int64_t CAST_STAGE = 32;    // with the dtype in the bits above
 inline int64_t stage_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * mask[2]; }
 

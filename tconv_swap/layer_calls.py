@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -123,6 +123,20 @@ def form_of(tensor: Tensor | None, autocast: torch.dtype | None = None) -> Any:
     casts = autocast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
     dtype = autocast if casts else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+
+
+def empty_form(
+    shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format
+) -> Tensor:
+    """Returns a tensor without data."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta", memory_format=memory_format)
+
+
+def in_format(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
+    """Returns a tensor without data in this memory format, if it has four dimensions; else ``tensor``."""
+    if tensor is None or tensor.dim() != 4 or memory_format is None:
+        return tensor
+    return empty_form(tensor.shape, tensor.dtype, memory_format)
 
 
 def steps_of(

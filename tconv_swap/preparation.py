@@ -11,16 +11,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tconv_swap.blocks.call import Recorded, recording
+from tconv_swap.block_calls import BlockCall, block_plans, block_variants, usual_blocks
+from tconv_swap.blocks.call import recording
 from tconv_swap.blocks.evaluation import block_words, epilogue_of
-from tconv_swap.blocks.finding import find
 from tconv_swap.blocks.form import activation_of
-from tconv_swap.blocks.kernels import BACKWARD as BLOCK_BACKWARD
-from tconv_swap.blocks.kernels import FORWARD as BLOCK_FORWARD
-from tconv_swap.blocks.kernels import form_words, planned
-from tconv_swap.blocks.modules import NORM_CLASSES, AllBlocks, Blocks, evaluated_together
+from tconv_swap.blocks.modules import evaluated_together
 from tconv_swap.cuda import call, first_use
 from tconv_swap.cuda.choice import FORWARD, Mask, backward_units
 from tconv_swap.geometry import Geometry
@@ -29,9 +26,17 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
 from tconv_swap.kernels.common.epilogue import with_epilogue
 from tconv_swap.kernels.common.layer_sizes import usual_sizes
-from tconv_swap.kernels.common.schedules import SIZES, SIZES_OF_ONE_ROW
-from tconv_swap.layer import SWAPPED, ConvTranspose1d
-from tconv_swap.layer_calls import DEVICES, OperatorCall, calls_of, check_architecture, form_of, steps_of
+from tconv_swap.layer import ConvTranspose1d
+from tconv_swap.layer_calls import (
+    DEVICES,
+    OperatorCall,
+    calls_of,
+    check_architecture,
+    empty_form,
+    form_of,
+    in_format,
+    steps_of,
+)
 from tconv_swap.layer_state import LayerState
 from tconv_swap.op import SUPPORTED_DTYPES
 from tconv_swap.runtime import host, jit
@@ -121,8 +126,10 @@ def prepare(
     device, index = _gpu(model, architecture)
     report_progress: Progress = progress or (lambda what, done, total: None)
     report_progress("planning", None, None)
+    called: list[OperatorCall]
+    blocks: list[BlockCall]
     if inputs is None:
-        called, blocks = list(_usual_calls(model)), list(_usual_blocks(model))
+        called, blocks = list(_usual_calls(model)), list(usual_blocks(model))
     else:
         called, blocks = _observed(model, inputs)
     variants = [one for each in called for one in _variants(each, dtypes, memory_formats)]
@@ -131,8 +138,8 @@ def prepare(
     plans += [made for one in variants for made in _cast_plans(one, training)]
     plans += [made for one in variants for made in _evaluation_plans(one, model, device, index)]
     for block in blocks:
-        for one in _block_variants(block, dtypes, memory_formats):
-            plans += _block_plans(one, training, device)
+        for one in block_variants(block, dtypes, memory_formats):
+            plans += block_plans(one, training, device)
     done = _compile(
         (launch.kernel for made in plans for launch in made.launches), device.architecture, report_progress
     )
@@ -165,9 +172,10 @@ def _gpu(model: nn.Module, architecture: str | None) -> tuple[plan.Device, int |
 # The calls to prepare for.
 
 
-def _observed(model: nn.Module, inputs: Any) -> tuple[list[OperatorCall], list[Recorded]]:
+def _observed(model: nn.Module, inputs: Any) -> tuple[list[OperatorCall], list[BlockCall]]:
     """Returns the calls of layers and of blocks."""
-    called, blocks = [], []
+    called: list[OperatorCall] = []
+    blocks: list[BlockCall] = []
     for given in inputs if isinstance(inputs, list) else [inputs]:
         with recording() as recorded:
             called += calls_of(model, Inputs.of(given))
@@ -194,62 +202,18 @@ def _usual_calls(model: nn.Module) -> Iterator[OperatorCall]:
                 (1, given.dilation),
             )
         )
-        weight = _empty((given.in_channels, given.out_channels // given.groups, *kernel), dtype)
+        weight = empty_form((given.in_channels, given.out_channels // given.groups, *kernel), dtype)
         # The parameters of a parametrized layer have other names. They are not read, which might compute them.
         has_bias = any("bias" in name.split(".") for name in parameters)
-        bias = _empty((given.out_channels,), dtype) if has_bias else None
+        bias = empty_form((given.out_channels,), dtype) if has_bias else None
         of_layer = Geometry(
             *(1, given.in_channels, 1, 1, given.out_channels, kernel),
             *(stride, padding, output_padding, dilation, given.groups),
         )
         for size in usual_sizes(of_layer):
-            input = _empty(size.input_shape, dtype)
+            input = empty_form(size.input_shape, dtype)
             operands = (input, weight, bias, stride, padding, output_padding, given.groups, dilation)
             yield OperatorCall(layer, name, tuple(input.shape), input.device, operands, dtype)
-
-
-def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:
-    """Yields, for each norm that our kernels compute, a call of each representative size."""
-    kinds = {type(module) for module in model.modules()}
-    if not any(issubclass(kind, (Blocks, *NORM_CLASSES.values())) for kind in kinds):
-        return
-    in_all = any(issubclass(kind, (AllBlocks, *NORM_CLASSES.values())) for kind in kinds)
-    for block in find(
-        model, "all" if in_all else "blocks", lambda module: isinstance(module, SWAPPED)
-    ).blocks:
-        norm: Any = model.get_submodule(block.name)
-        applied = activation_of(model.get_submodule(block.activation) if block.activation else None)
-        if not block.swap or applied is None:
-            continue
-        buffers = [norm.running_mean, norm.running_var, norm.num_batches_tracked]
-        form = form_words(
-            type(norm),  # type: ignore[arg-type]  # mypy compares the hash of the instances
-            norm.num_features,
-            norm.training or buffers[0] is None,
-            norm.training and buffers[0] is not None,
-            norm.eps,
-            norm.momentum,
-            *applied,
-        )
-        parameters = [form_of(one) for one in (norm.weight, norm.bias, *buffers)]
-        dtype = torch.float32 if norm.weight is None else norm.weight.dtype
-        is_1d = isinstance(norm, nn.BatchNorm1d | nn.InstanceNorm1d)
-        for batch, *image in SIZES_OF_ONE_ROW if is_1d else SIZES:
-            x = _empty((batch, norm.num_features, *image[is_1d:]), dtype)
-            added = x if "sum" in block.kind.split(" + ") else None
-            yield Recorded((x, *parameters, added), form)
-
-
-def _empty(
-    shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format
-) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta", memory_format=memory_format)
-
-
-def _in_format(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
-    if tensor is None or tensor.dim() != 4 or memory_format is None:
-        return tensor
-    return _empty(tensor.shape, tensor.dtype, memory_format)
 
 
 def _variants(
@@ -262,20 +226,8 @@ def _variants(
         # PyTorch makes the input of a 1-D layer contiguous.
         target_format = None if isinstance(called.layer, ConvTranspose1d) else memory_format
         input, weight, bias, *arguments = called.operands
-        tensors = (_in_format(form_of(one, dtype), target_format) for one in (input, weight, bias))
+        tensors = (in_format(form_of(one, dtype), target_format) for one in (input, weight, bias))
         yield called._replace(operands=(*tensors, *arguments))
-
-
-def _block_variants(
-    block: Recorded,
-    dtypes: Sequence[torch.dtype] | None,
-    memory_formats: Sequence[torch.memory_format] | None,
-) -> Iterator[Recorded]:
-    """Yields the same call of a block in other dtypes and layouts; an autocast casts no parameter of a norm."""
-    x, *parameters, added = block.tensors
-    for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
-        first, last = (_in_format(form_of(one, dtype), memory_format) for one in (x, added))
-        yield Recorded((first, *parameters, last), block.form)
 
 
 # What computes the calls.
@@ -344,19 +296,6 @@ def _cast_plans(called: OperatorCall, training: bool) -> Iterator[Plan]:
         made = plan_cast([Output(tuple(weight.shape), False, target)], source)
         if made is not None:
             yield made
-
-
-def _block_plans(block: Recorded, training: bool, device: plan.Device) -> Iterator[Plan]:
-    x, weight, bias, *_, added = block.tensors
-    made = planned(block.tensors, block.form, BLOCK_FORWARD, device)
-    if made is None:
-        return
-    yield made
-    if training:
-        stage = BLOCK_BACKWARD + 1 + 2 * (weight is not None or bias is not None)
-        backward = planned((x, x, x, weight, bias, added), block.form, stage, device)
-        assert backward is not None
-        yield backward
 
 
 def _compile(kernels: Iterable[Kernel], architecture: str, report_progress: Progress) -> jit.Compiled:

@@ -78,7 +78,7 @@ class SwapPlan:
     Attributes:
         layers: every transposed convolution found, in the order of ``named_modules``.
         unused_patterns: the include and exclude patterns that match none of them.
-        blocks: with ``fuse``, every normalisation that it concerns.
+        blocks: with ``fuse``, every normalisation and reflection padding that it concerns.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -151,14 +151,14 @@ def plan_swap(
             ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU, LeakyReLU, ReLU6, Tanh,
             Sigmoid, SiLU, GELU), in an ``nn.Sequential`` or in a ``forward`` that proves what reads the norm's output.
             ``"all"``: these norms anywhere in the network, with the activation behind them, or with a sum and then
-            ReLU, Tanh or Sigmoid, where it is known what follows. None: nothing. ``include``, ``exclude`` and
-            ``filter_fn`` concern the layers only.
-        leave_blocks: dotted names of norms that ``fuse`` leaves as they are; a mapping gives the reason that the
-            plan then has.
+            ReLU, Tanh or Sigmoid, where it is known what follows; and each ``nn.ReflectionPad2d``. None: nothing.
+            ``include``, ``exclude`` and ``filter_fn`` concern the layers only.
+        leave_blocks: dotted names of norms and paddings that ``fuse`` leaves as they are; a mapping gives the reason
+            that the plan then has.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
-        ValueError: ``fuse`` has another value, or ``leave_blocks`` names a module that is not a norm.
+        ValueError: ``fuse`` has another value, or ``leave_blocks`` names a module that is no norm or padding.
     """
     return _plan(model, include, exclude, filter_fn, include_1d, fuse, leave_blocks)[0]
 
@@ -197,7 +197,7 @@ def swap_layers(
 
     Raises:
         TypeError: as in ``plan_swap``. If anything is raised, ``model`` is unchanged.
-        ValueError: there is no such backend or ``fuse``, or ``leave_blocks`` names a module that is not a norm.
+        ValueError: there is no such backend or ``fuse``, or ``leave_blocks`` names a module that is no norm or padding.
 
     Warns:
         SwapWarning: nothing to swap, or a pattern matches no layer.

@@ -29,7 +29,7 @@ LAYERS = (
     ("files", "files"),
     ("measurement", "measurement"),
     ("verification", "verification"),
-    ("choosing", "layer_calls explanation tuning preparation ways"),
+    ("choosing", "layer_calls block_calls explanation tuning preparation ways"),
     ("report", "report"),
     ("library", "__init__"),
     ("command line", "cli __main__"),
@@ -88,6 +88,7 @@ STATE = {
     "blocks.handed._proofs": "a cache of what the `forward` of each class proves",
     "blocks.handed._running": "the state of each thread: PyTorch calls the modules, which have no argument for it",
     "blocks.kernels._library": "PyTorch's registry of operators",
+    "blocks.padding._library": "the same",
 }
 
 

@@ -20,6 +20,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.common.schedules import SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.kernels.pad import reflection_pad
 from tconv_swap.runtime import jit
 
 __all__ = ["compiler", "own_cache"]
@@ -194,6 +195,22 @@ def test_a_sum_in_a_block(inputs: Tensor | None, compiler: Compiler) -> None:
     tconv_swap.swap_layers(model, fuse="all")
     tconv_swap.prepare(model, inputs, architecture="sm_90a")
     assert compiler.knows("norm_forward.cu", "constexpr bool ADDS = true;")
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(2, 8, 16, 16), None], ids=["observed", "usual"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_padding(training: bool, inputs: Tensor | None, compiler: Compiler) -> None:
+    model = nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 8, 3))
+    tconv_swap.swap_layers(model, fuse="all")
+    tconv_swap.prepare(
+        model, inputs, architecture="sm_90a", training=training, memory_formats=[torch.channels_last]
+    )
+    pad = reflection_pad.Pad((2, 8, 16, 16), True, torch.float32, (1, 1, 1, 1))
+    forward, backward = (reflection_pad.plan_forward(pad, H200), reflection_pad.plan_backward(pad, H200))
+    assert forward is not None
+    assert backward is not None
+    assert is_kept(forward.launches[0].kernel)
+    assert is_kept(backward.launches[0].kernel) is training
 
 
 def test_candidates_of_a_first_use_are_compiled_on_an_unmeasured_gpu(

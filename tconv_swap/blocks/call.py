@@ -1,4 +1,5 @@
-"""Computes one call of a block by our kernels, or tells the caller to let PyTorch's modules compute it."""
+"""Computes one call of a block or a padding by our kernels, or tells the caller to let PyTorch's modules compute
+it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tconv_swap.blocks.evaluation import block_output, block_words
 from tconv_swap.blocks.form import NORMS, activation_of
 from tconv_swap.blocks.kernels import block_training, form_words, is_plain, norm_activation
+from tconv_swap.blocks.padding import reflection_pad
 from tconv_swap.cuda.choice import check_backend
 from tconv_swap.dispatch import is_eager, needs_gradient
 from tconv_swap.layer import ConvTranspose2d, Swapped, is_ours
@@ -20,7 +22,7 @@ from tconv_swap.op import geometry_words
 from tconv_swap.runtime import host
 
 #: Called with a block's modules, input, output, the earlier buffers, and the tensor added before the activation or
-#: None; for the verification.
+#: None; for the verification. A padding is a block of one module without buffers.
 Observer = Callable[..., None]
 observers: list[Observer] = []
 #: Called with the layer, the norm or None, the activation or None, and the input of each block that ``evaluated`` may
@@ -35,14 +37,21 @@ class Recorded(NamedTuple):
     form: list[int]
 
 
+class RecordedPad(NamedTuple):
+    """The arguments of ``padding.planned`` for a call; the image has no data."""
+
+    image: Tensor
+    padding: tuple[int, ...]
+
+
 #: Each is called for every call that our kernels might compute, on any device. PyTorch's modules then compute the call.
-recorders: list[list[Recorded]] = []
+recorders: list[list[Recorded | RecordedPad]] = []
 
 
 @contextmanager
-def recording() -> Iterator[list[Recorded]]:
-    """Collects the calls of blocks that are made inside; our kernels compute none of them."""
-    found: list[Recorded] = []
+def recording() -> Iterator[list[Recorded | RecordedPad]]:
+    """Collects the calls of blocks and paddings that are made inside; our kernels compute none of them."""
+    found: list[Recorded | RecordedPad] = []
     recorders.append(found)
     try:
         yield found
@@ -88,7 +97,9 @@ def computed(
         return None
     tensors, form = arguments
     if recorders:
-        recorded = Recorded(tuple(map(_without_numbers, (x, *tensors, added))), form)
+        recorded = Recorded(
+            tuple(None if one is None else _form_of(one) for one in (x, *tensors, added)), form
+        )
         for recorder in recorders:
             recorder.append(recorded)
         return None
@@ -98,6 +109,26 @@ def computed(
     if output is not None:
         for observe in observers:
             observe(norm, activation, x, output, before, added)
+    return output
+
+
+def padded(pad: nn.ReflectionPad2d, x: Tensor) -> Tensor | None:
+    """Returns ``pad(x)`` in the memory format of ``x``; None, without any effect, if PyTorch's module has to compute
+    it. The caller has checked ``takes(x)``.
+
+    Raises:
+        CompileError, RuntimeError: the kernel cannot be compiled, or CUDA fails.
+    """
+    if recorders:
+        for recorder in recorders:
+            recorder.append(RecordedPad(_form_of(x), tuple(pad.padding)))
+        return None
+    if not host.is_available():
+        return None
+    output: Tensor | None = reflection_pad(x, pad.padding)
+    if output is not None:
+        for observe in observers:
+            observe(pad, None, x, output, {}, None)
     return output
 
 
@@ -138,9 +169,8 @@ def _norm_arguments(
     return (weight, bias, running_mean, running_var, batches), form
 
 
-def _without_numbers(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
+def _form_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor without its numbers."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

@@ -1,9 +1,9 @@
-"""Finds the norms of a network that our kernels compute, with or without the activation behind them, and gives the
-reason for each of the others."""
+"""Finds the norms of a network that our kernels compute, with or without the activation behind them, and the paddings,
+and gives the reason for each of the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from tconv_swap.blocks.modules import (
     FUSED_NORMS,
     LEFT_CLASSES,
     NORM_CLASSES,
+    PAD_CLASSES,
     Blocks,
     Fuse,
     fused_class,
@@ -26,15 +27,18 @@ from tconv_swap.blocks.modules import (
 from tconv_swap.blocks.proof import Pair, pairs_of
 from tconv_swap.kernels.norm.plan import DTYPES
 
+_WATCHED = "it has a hook or a forward of its own"
+
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What happens to one normalisation of a network, and why.
+    """What happens to one normalisation, or one reflection padding, of a network, and why.
 
     Attributes:
         name: its (first) dotted name.
         kind: the names of its class and of the activation's that is computed with it: ``"BatchNorm2d + ReLU"``, or
-            ``"BatchNorm2d + sum + ReLU"`` where the activation gets the sum of the norm's output and something else.
+            ``"BatchNorm2d + sum + ReLU"`` where the activation gets the sum of the norm's output and something else;
+            or ``"ReflectionPad2d"``.
         activation: the dotted name of that activation; ``""`` where there is none.
         behind: the dotted name of the transposed convolution that it follows; ``""`` where it follows none.
         swap: whether our kernels compute it after the swap.
@@ -73,17 +77,18 @@ def find(
 
     Args:
         is_ours: whether a module is a transposed convolution of ours after the swap.
-        left: dotted names of norms that stay PyTorch's; a mapping has a reason for each.
+        left: dotted names of norms and paddings that stay PyTorch's; a mapping has a reason for each.
 
     Raises:
-        ValueError: ``left`` names something else than a norm.
+        ValueError: ``left`` names something else than a norm or a padding.
     """
     if fuse is None:
         return Found((), ())
     names = {id(module): name for name, module in model.named_modules()}
-    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase | nn.GroupNorm)}
-    if unknown := sorted(set(left) - norms):
-        raise ValueError(f"leave_blocks: no normalisation of the model is called {unknown[0]!r}")
+    leavable = _NormBase | nn.GroupNorm | nn.ReflectionPad2d
+    known = {name for name, module in model.named_modules() if isinstance(module, leavable)}
+    if unknown := sorted(set(left) - known):
+        raise ValueError(f"leave_blocks: no normalisation or padding of the model is called {unknown[0]!r}")
     places = _places(model)
     blocks: list[BlockPlan] = []
     classes: dict[str, type[nn.Module]] = {}
@@ -116,6 +121,10 @@ def find(
             for module, cls in _classes_that_hand(own, pair):
                 if cls is not type(module):
                     classes[names[id(module)]] = cls
+    for pad, plan in _pads(model, left) if fuse == "all" else ():
+        blocks.append(plan)
+        if plan.swap and type(pad) in PAD_CLASSES:
+            classes[plan.name] = PAD_CLASSES[type(pad)]
     for name, module in model.named_modules():
         if _evaluates_blocks(module, is_ours) and not _why_no_container(module, fuse):
             cls = _class_for(module, fuse)
@@ -134,6 +143,19 @@ def find(
         if cls is not type(norm):
             classes[name] = cls
     return Found(tuple(blocks), tuple(classes.items()))
+
+
+def _pads(model: nn.Module, left: Collection[str]) -> Iterator[tuple[nn.Module, BlockPlan]]:
+    """Yields every reflection padding of images, and what happens to it."""
+    for name, pad in model.named_modules():
+        if isinstance(pad, nn.ReflectionPad2d):
+            kind = _original(pad).__name__
+            reason = _why_left(name, left)
+            if not reason and _original(pad) not in PAD_CLASSES:
+                reason = f"{kind} is not nn.ReflectionPad2d itself"
+            if not reason and is_watched(pad):
+                reason = _WATCHED
+            yield pad, BlockPlan(name, kind, "", "", not reason, reason)
 
 
 def _evaluates_blocks(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> bool:
@@ -274,7 +296,7 @@ def _why_unfit(norm: nn.Module) -> str:
         known = ", ".join(cls.__name__ for cls in NORMS)
         return f"{kind.__name__} is none of {known}"
     if is_watched(norm):
-        return "it has a hook or a forward of its own"
+        return _WATCHED
     given: Any = norm
     if isinstance(norm, nn.InstanceNorm1d | nn.InstanceNorm2d) and given.track_running_stats:
         return "running statistics of every image: PyTorch's operator averages them"

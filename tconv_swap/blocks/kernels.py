@@ -132,7 +132,9 @@ def plan_call(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int)
         return DECLINED
     if stage == FORWARD_THAT_SAVES:
         _plan_ahead(_NormCall.read(form), tensors, device)
-    return _words(made, x, (None, None, None) if stage < BACKWARD else _formats(tensors, bool(_lies(x))))
+    return call_words(
+        made, x, (None, None, None) if stage < BACKWARD else _formats(tensors, bool(is_channels_last(x)))
+    )
 
 
 def planned(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int, device: Device) -> Plan | None:
@@ -153,7 +155,7 @@ def _forward(
         return None
     given = [one for one in tensors[1:6] if one is not None]
     dtypes = {one.dtype for one in given if one is not batches} or {torch.float32}
-    channels_last = _lies(x)
+    channels_last = is_channels_last(x)
     if (
         channels_last is None
         or len(dtypes) > 1
@@ -222,7 +224,7 @@ def _norm_of_backward(
 ) -> Norm:
     parameter = bias if weight is None else weight
     parameters = torch.float32 if parameter is None else parameter.dtype
-    return _norm(norm_call, x, parameters, bool(_lies(x)), adds)
+    return _norm(norm_call, x, parameters, bool(is_channels_last(x)), adds)
 
 
 def _plan_ahead(norm_call: _NormCall, tensors: Sequence[Tensor | None], device: Device) -> None:
@@ -263,7 +265,7 @@ def _norm(norm_call: _NormCall, x: Tensor, parameters: torch.dtype, channels_las
     )
 
 
-def _lies(x: Tensor) -> bool | None:
+def is_channels_last(x: Tensor) -> bool | None:
     """Returns whether ``x`` is channels_last; None if the kernels would have to copy ``x`` first."""
     if x.data_ptr() % ALIGNMENT:
         return None
@@ -274,10 +276,19 @@ def _lies(x: Tensor) -> bool | None:
     return None
 
 
-def _words(made: Plan, x: Tensor, formats: tuple[torch.memory_format | None, ...]) -> list[int]:
+def call_words(made: Plan, x: Tensor, formats: tuple[torch.memory_format | None, ...]) -> list[int]:
+    """Returns the plan of a call that ``made`` computes, in the words that csrc/compute.cpp reads.
+
+    Args:
+        x: a tensor of the plan's dtype, on its device.
+        formats: into which the first three tensors are copied; None for one that is read as it lies in memory.
+
+    Raises:
+        BuildError, CompileError, RuntimeError: as ``launch.add_plan``.
+    """
     handle = launch.add_plan(made, x.dtype, x.device, device_facts(x.get_device()).architecture)
-    lies = FORMAT_WORDS[torch.channels_last if made.outputs[0].channels_last else torch.contiguous_format]
-    return [lies, 0, handle, *_NO_MASK, *(FORMAT_WORDS[form] for form in formats)]
+    result = FORMAT_WORDS[torch.channels_last if made.outputs[0].channels_last else torch.contiguous_format]
+    return [result, 0, handle, *_NO_MASK, *(FORMAT_WORDS[form] for form in formats)]
 
 
 def gradients_by_pytorch(

@@ -1,4 +1,4 @@
-"""The classes that a swap with ``fuse`` gives to containers and norms.
+"""The classes that a swap with ``fuse`` gives to containers, norms and paddings.
 
 At every call a swapped ``nn.Sequential`` checks, before it calls a norm, whether the norm and the activation behind
 it can be computed as one. So the next call sees every change to the modules (a hook, another activation, a part of the
@@ -20,7 +20,7 @@ from tconv_swap.blocks.postponed import Postponed
 from tconv_swap.layer import SWAPPED, Swapped
 from tconv_swap.leaf import Leaf
 
-#: Which norms are fused: those behind a transposed convolution of ours, all of them, or none.
+#: Which norms are fused: those behind a transposed convolution of ours, all of them (and all paddings), or none.
 Fuse: TypeAlias = Literal["blocks", "all"] | None
 CHOICES: tuple[Fuse, ...] = ("blocks", "all", None)
 
@@ -187,6 +187,29 @@ NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 FUSED_NORMS = frozenset({*NORMS, *NORM_CLASSES.values()})
 
 
+class ReflectionPad2d(Leaf, nn.ReflectionPad2d):
+    """``nn.ReflectionPad2d``, computed by our kernels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pads by our kernel where it supports the call.
+
+        Args:
+            input: as PyTorch's module.
+
+        Returns:
+            As PyTorch's module, except that it keeps its input's memory format.
+
+        Raises:
+            RuntimeError: as PyTorch's module.
+        """
+        output = call.padded(self, input) if call.takes(input) else None
+        return super().forward(input) if output is None else output
+
+
+#: Exact types, too.
+PAD_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.ReflectionPad2d: ReflectionPad2d}
+
+
 class LeftBatchNorm1d(Leaf, nn.BatchNorm1d):
     """``nn.BatchNorm1d`` that is left as it is, in a container that computes others as blocks."""
 
@@ -214,6 +237,7 @@ CLASSES = (
     Blocks,
     AllBlocks,
     *NORM_CLASSES.values(),
+    *PAD_CLASSES.values(),
     *LEFT_CLASSES.values(),
     *handed.ACTIVATION_CLASSES.values(),
 )
@@ -231,15 +255,16 @@ class _PickledByFirstBase:
 
 
 def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
-    """Returns the class that replaces ``cls``, a class of containers or, with ``"all"``, of norms; None if there is
-    none."""
+    """Returns the class that replaces ``cls``, a class of containers or, with ``"all"``, of norms or paddings; None if
+    there is none."""
     if fuse is None:
         return None
     ours = AllBlocks if fuse == "all" else Blocks
     if cls is nn.Sequential:
         return ours
-    if fuse == "all" and cls in NORM_CLASSES:
-        return NORM_CLASSES[cls]
+    for classes in (NORM_CLASSES, PAD_CLASSES) if fuse == "all" else ():
+        if cls in classes:
+            return classes[cls]
     if (
         issubclass(cls, nn.Sequential)
         and not issubclass(cls, Blocks)
@@ -253,9 +278,10 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Returns the class that ``fused_class`` replaces by this one; None if there is none."""
     if cls in (Blocks, AllBlocks):
         return nn.Sequential
-    for plain in NORM_CLASSES:
-        if cls in (NORM_CLASSES[plain], LEFT_CLASSES[plain]):
-            return plain
+    for classes in (NORM_CLASSES, PAD_CLASSES, LEFT_CLASSES):
+        for plain, ours in classes.items():
+            if cls is ours:
+                return plain
     if (original := handed.before_handing(cls)) is not None:
         return original
     bases: tuple[type, ...] = cls.__bases__

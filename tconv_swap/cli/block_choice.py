@@ -63,7 +63,10 @@ class BlockChoice:
             f"error {check.error_swapped:.1e}, limit {check.limit:.1e}"
             for check in reversed(verification.checks)
             for name in remaining
-            if not check.passed and check.name in (name, *_buffers(name))
+            # Outputs and inputs of the network may have the names of blocks.
+            if not check.passed
+            and check.kind not in ("output", "grad_input")
+            and check.name in (name, *_buffers(name))
         }
         why = "the network does not verify with it, and no block by itself fails"
         self.left_out |= failing or dict.fromkeys(remaining, why)

@@ -132,7 +132,8 @@ ChosenFuse = Annotated[
         given=Literal["blocks", "all", "none"],
         parse=parse_fuse,
         help="Compute a norm and the activation behind it with one kernel: those behind a swapped layer (blocks), or "
-        "everywhere (all). A block that is slower by itself or does not verify is left out; the report says why.",
+        "everywhere, and reflection padding too (all). A block that is slower by itself or does not verify is left "
+        "out; the report says why.",
     ),
 ]
 DryRun = Annotated[bool, option("--dry-run", help="Only list the layers that would be swapped.")]

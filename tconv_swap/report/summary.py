@@ -71,9 +71,11 @@ def _facts(document: Json, swapped: int, layers: int) -> Iterator[tuple[str, str
     if blocks := document["plan"].get("blocks"):
         left = len(list(_left_blocks(document["plan"])))
         fused = sum(block["swap"] and bool(block["activation"]) for block in blocks)
+        pads = any("Pad2d" in block["kind"] for block in blocks)
+        what = "norms and paddings" if pads else "norms"
         yield (
             "blocks",
-            f"{len(blocks) - left} of {len(blocks)} norms swapped, {fused} with the activation behind them",
+            f"{len(blocks) - left} of {len(blocks)} {what} swapped, {fused} with the activation behind them",
         )
     # Documents of earlier versions do not say what was tried.
     verification = document["verification"] or {}

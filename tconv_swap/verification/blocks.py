@@ -1,6 +1,6 @@
-"""Compares every block (a norm, and the activation behind it) by itself while the network runs: output, running
-statistics and gradients, against float64 and beside the error of PyTorch's modules on the same input. In evaluation, a
-transposed convolution that is computed with both as one is compared too."""
+"""Compares every block (a norm, and the activation behind it; or a padding) by itself while the network runs: output,
+running statistics and gradients, against float64 and beside the error of PyTorch's modules on the same input. In
+evaluation, a transposed convolution that is computed with both as one is compared too."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ MAX_CALLS = 2
 # The error of PyTorch's own modules excuses a block up to this (see compare.excused).
 EXCUSABLE_ERROR = 0.02
 
+#: The places of the output that reflection padding fills from one pixel, at most.
+MAX_COPIES = 9
+
 _GRADIENTS: tuple[Kind, ...] = ("layer_grad_input", "layer_grad_weight", "layer_grad_bias")
 
 
@@ -40,7 +43,7 @@ def fused_modules(network: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a block. ``norm``: a copy of the module in its state before the call."""
+    """One call of a block. ``norm``: a copy of the norm, or of the padding, in its state before the call."""
 
     name: str
     mode: str
@@ -95,6 +98,8 @@ class _Call:
         """Returns the same, computed by our kernels."""
         norm, inputs = copy.deepcopy(self.norm), self._leaves()
         with torch.enable_grad():
+            if isinstance(norm, nn.ReflectionPad2d):
+                return inputs, norm, call.padded(norm, *inputs)
             return inputs, norm, call.computed(norm, self.activation, *inputs)
 
     def _leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -314,6 +319,8 @@ def _rounding(value: Tensor, terms: int) -> float:
 
 def _terms(made: _Call) -> int:
     """Returns the number of values that one sum adds."""
+    if isinstance(made.norm, nn.ReflectionPad2d):
+        return MAX_COPIES
     return made.x.numel() // max(1, made.x.shape[1])
 
 

@@ -17,7 +17,7 @@ from pretended_norm import Pretended, pretended
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap.blocks.modules import Blocks, LeftBatchNorm2d
+from tconv_swap.blocks.modules import Blocks, LeftBatchNorm2d, ReflectionPad2d
 from tconv_swap.cli.block_choice import BlockChoice
 from tconv_swap.files.loading import load_model
 from tconv_swap.verification import VerifyReport
@@ -90,6 +90,22 @@ def test_what_does_not_verify_is_left_out(kernels: Pretended) -> None:
     assert "does not verify" in text
     for report in ("report.md", "report.html"):
         assert "does not verify: train, buffer" in Path(report).read_text().replace("\\", "")
+
+
+def test_a_padding_that_does_not_verify_is_left_out(kernels: Pretended) -> None:
+    torch.save(nn.Sequential(nn.ReflectionPad2d(1), *network(), nn.ReflectionPad2d(2)), "model.pt")
+    kernels.spoil = lambda name, value: (
+        value.roll(1, 2) if name == "reflection_pad_forward" and value.shape[1] == 3 else value
+    )
+    document, text = swapped("--no-benchmark", "--fuse", "all")
+    assert document["outcome"] == "verified"
+    found = blocks_of(document)
+    assert found["7"] == (True, "")
+    assert found["0"][1].startswith("does not verify: ")
+    assert "layer output 0" in found["0"][1]
+    assert [type(written()[at]) for at in (0, 7)] == [nn.ReflectionPad2d, ReflectionPad2d]  # type: ignore[index]
+    assert "of 4 norms and paddings swapped" in text
+    assert load_model("fast.pt").model[7].padding == (2, 2, 2, 2)
 
 
 def test_a_gradient_or_a_statistic_that_is_wrong_is_left_out(kernels: Pretended) -> None:
@@ -173,7 +189,7 @@ def test_blocks_that_are_left() -> None:
     assert [type(m) for m in model.modules()] == [type(m) for m in network().modules()]
     everything = tconv_swap.swap_layers(network(), fuse="blocks", leave_blocks=["1", "4"])
     assert [type(everything), type(everything[1])] == [nn.Sequential, nn.BatchNorm2d]
-    with pytest.raises(ValueError, match="no normalisation of the model is called '0'"):
+    with pytest.raises(ValueError, match="no normalisation or padding of the model is called '0'"):
         tconv_swap.plan_swap(model, fuse="all", leave_blocks=["0"])
 
 

@@ -1,7 +1,7 @@
-"""A pretended GPU whose kernels of normalisation and of blocks are computed by the CPU.
+"""A pretended GPU whose kernels of normalisation, of blocks and of padding are computed by the CPU.
 
 The code that plans, copies and differentiates a call (csrc/norm.h, csrc/training.h, blocks/kernels.py; csrc/block.h,
-blocks/evaluation.py) is the real one.
+blocks/evaluation.py; csrc/pad.h, blocks/padding.py) is the real one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_pad import emulate
 from pretended_gpu import H200, layer_outputs
 from torch import Tensor
 
-from tconv_swap.blocks import call, evaluation, kernels
+from tconv_swap.blocks import call, evaluation, kernels, padding
 from tconv_swap.blocks.form import Form, activate, by_pytorch
 from tconv_swap.cuda import call as cuda_call
 from tconv_swap.cuda import tuned
@@ -24,6 +25,7 @@ from tconv_swap.geometry import from_list
 from tconv_swap.kernels.common.epilogue import Epilogue
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
+from tconv_swap.kernels.pad import reflection_pad
 from tconv_swap.runtime import ahead, host, launch
 from tconv_swap.runtime.program import Plan
 
@@ -46,6 +48,7 @@ class Pretended:
         forwards, backwards: how often each was launched.
         sum_forwards, sum_backwards: how many of these had a sum before the activation.
         blocks: how often a block in evaluation was launched.
+        pads: how often a padding or its gradient was launched.
         layers: how often a layer or its gradients were launched as a part of a block in training.
         planned: how many calls of a norm Python planned.
         begun: the functions that would make plans in the background.
@@ -59,7 +62,7 @@ class Pretended:
 
     def __init__(self) -> None:
         self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.planned = 0
-        self.blocks = self.blocks_planned = self.layers = 0
+        self.blocks = self.blocks_planned = self.layers = self.pads = 0
         self.casts = False
         self.begun: list[Callable[[], list[Plan]]] = []
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
@@ -124,6 +127,10 @@ class Pretended:
 
     def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         made, norm, arguments = self._planned[handle - (1 << 41)]
+        if made.family == "reflection_pad":
+            assert tensors[0] is not None
+            self.pads += 1
+            return [self.spoil(made.launches[0].kernel.entry, emulate(made, tensors[0]))]
         if norm is None and made.family == "cast":
             given = zip(made.outputs, tensors, strict=False)
             return [one.to(output.dtype) for output, one in given if one is not None]
@@ -293,7 +300,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Inside, blocks on the CPU use pretended kernels, as the code below the dispatcher does on CUDA."""
     assert host.is_available()
     gpu = Pretended()
-    plan_call, op = kernels.plan_call, kernels.norm_activation
+    plan_call, op, pad = kernels.plan_call, kernels.norm_activation, padding.reflection_pad
 
     def planned(*given: Any) -> list[int]:
         gpu.planned += 1
@@ -303,6 +310,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         ops.impl("launch", gpu.launch, "CPU")
         patch.setattr(call, "is_on_gpu", lambda x: type(x) is Tensor)
         patch.setattr(call, "norm_activation", lambda *given: op.redispatch(_AUTOGRAD, *given))
+        patch.setattr(call, "reflection_pad", lambda *given: pad.redispatch(_AUTOGRAD, *given))
         patch.setattr(kernels, "plan_call", planned)
         patch.setattr(call, "block_output", gpu.block_output)
         patch.setattr(call, "block_training", gpu.block_training)
@@ -311,11 +319,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         patch.setattr(evaluation, "with_epilogue", gpu.ending(evaluation.with_epilogue))
         patch.setattr(cuda_call, "device_facts", lambda index: H200)
         patch.setattr(tuned, "winners", lambda index: tuned.NONE)
-        patch.setattr(kernels, "device_facts", lambda index: H200)
+        for module in (kernels, padding):
+            patch.setattr(module, "device_facts", lambda index: H200)
         patch.setattr(launch, "add_plan", gpu.add_plan)
         patch.setattr(launch, "load_kernels", lambda *_: False)
         patch.setattr(ahead, "begin", lambda key, make_plans, *_, **__: gpu.begun.append(make_plans))
-        patch.setattr(plan, "DTYPES", (*plan.DTYPES, torch.float64))
+        dtypes = (*plan.DTYPES, torch.float64)
+        for module in (plan, reflection_pad):
+            patch.setattr(module, "DTYPES", dtypes)
         for name in ("plan_forward", "plan_backward"):
             patch.setattr(plan, name, gpu.planning(getattr(plan, name)))
         forget()

@@ -1,0 +1,1 @@
+"""Padding of images: csrc/kernels/pad."""
