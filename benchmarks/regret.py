@@ -22,6 +22,8 @@ from benchmarks.ablation_measure import Announce, Call, Prepared, Task, measure,
 from benchmarks.ablation_rows import MAX_REGRET, Row, geometric_mean, worst
 from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.measuring_process import Work
+from benchmarks.regret_classes import report as report_of_classes
+from benchmarks.regret_row import RegretRow
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
 from benchmarks.sweep import Sweep, measuring
 from benchmarks.sweep_options import current_gpu
@@ -43,16 +45,6 @@ WARMUP = 2
 SAMPLES, FINAL_SAMPLES, NEAR = 5, 9, 1.3
 #: A way within this factor of the best is as good: the rest is noise.
 AS_GOOD = 1.05
-
-
-@dataclass(frozen=True, slots=True)
-class RegretRow(Row):
-    """A row like the ablation's, with more ways. ``problem``: the numbers of the geometry. ``plans``: our plans by
-    name: the family by its name in reports, why the planner takes it, the digest of its launches, and for each launch
-    the entry, blocks, threads, bytes of shared memory, and the constants that differ between the row's plans."""
-
-    problem: Mapping[str, Any]
-    plans: Mapping[str, Mapping[str, Any]]
 
 
 def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> tuple[dict[str, Plan], str]:
@@ -222,8 +214,8 @@ def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
     )
 
 
-def report(rows: Sequence[Row]) -> str:
-    """Returns the regret of each group, and the worst rows, as text."""
+def report(rows: Sequence[RegretRow]) -> str:
+    """Returns the regret of each group, the worst rows, and the speed of each class of random layers, as text."""
     if not rows:
         return "nothing was measured"
     groups = [
@@ -239,7 +231,7 @@ def report(rows: Sequence[Row]) -> str:
         for one in regrets(rows)
     ]
     headings = ["group", "rows", "regret", "largest", "within 5 %", "above 1.25", "over PyTorch"]
-    lines = [Table(headings, groups, left=1).text(), *map(_line, worst(rows))]
+    lines = [Table(headings, groups, left=1).text(), *map(_line, worst(rows)), "", report_of_classes(rows)]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from ablation_cases import DRAWN, SUITE, made_up
+from ablation_cases import DRAWN, GENERAL_ALONE, SUITE, made_up
 from pretended_gpu import H200
 
 from benchmarks.ablation_report import report
@@ -157,7 +157,7 @@ def test_what_the_rule_takes_is_among_what_is_measured(case: tuple[str, str, str
 
 
 def test_the_rule_takes_pytorch_instead_of_the_general_kernel() -> None:
-    problem = posed("vocoder_1", "fp16", "nchw", "forward")
+    problem = problem_of(GENERAL_ALONE, MODES["fp16"], "nchw")
     assert list(plans_of(problem, "forward", True, H200)) == ["forward_general"]
     assert chosen(problem, "forward", True, H200, ["forward_general"]) == PYTORCH
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ablation_cases import DRAWN, SUITE, Clock
+from ablation_cases import DRAWN, GENERAL_ALONE, SUITE, Clock
 from pretended_gpu import H200, pretended_gpu
 
-from benchmarks import ablation_measure, regret, selection
+from benchmarks import ablation_measure, regret, regret_classes, selection
 from benchmarks.ablation_measure import Call, Task, measure, prepare
 from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.kernels import problem_of
@@ -67,7 +68,7 @@ def test_the_candidates(name: str, mode: str, layout: str, stage: str) -> None:
 
 
 def test_stages_for_which_pytorchs_operator_is_taken() -> None:
-    problem = problem_of(LAYERS["vocoder_1"], MODES["fp16"], "nchw")
+    problem = problem_of(GENERAL_ALONE, MODES["fp16"], "nchw")
     found, chosen = candidates(problem, "forward", True, H200)
     assert chosen == PYTORCH
     assert PYTORCH not in found
@@ -186,3 +187,36 @@ def test_without_a_gpu_a_line_says_so(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert regret.main(["--json", str(tmp_path / "found.json")]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def row_of(layout: str, ours: float, pytorch: float, of_suite: bool = False) -> RegretRow:
+    """Returns a row of a layer that memory bounds on an H200."""
+    geometry = Geometry(64, 128, 16, 16, 128, (1, 1))
+    return RegretRow(
+        layer="one",
+        geometry="",
+        layer_class="a class",
+        of_suite=of_suite,
+        mode="fp16",
+        layout=layout,
+        stage="forward",
+        chosen="ours",
+        failures={},
+        microseconds={"ours": ours, "pytorch": pytorch},
+        problem={**asdict(geometry), "kernel": [1, 1], "bias": False},
+        plans={},
+    )
+
+
+def test_classes_are_compared_with_pytorchs_faster_layout() -> None:
+    rows = [
+        row_of("nchw", 8.0, 24.0),
+        row_of("channels_last", 2.0, 6.0),
+        row_of("nchw", 1.0, 1.0, of_suite=True),
+    ]
+    (found,) = regret_classes.results_of(rows)
+    assert (found.layer_class, found.stage, found.rows, found.slower) == ("a class", "forward", 2, 1)
+    assert found.over_pytorch == pytest.approx(math.sqrt(6 / 8 * 6 / 2))
+    roof = (2 * 64 * 128 * 16 * 16 + 128 * 128) * 2 / 4256e3
+    assert found.roof == pytest.approx(math.sqrt(roof / 8 * roof / 2))
+    assert "a class" in regret.report(rows)

@@ -9,10 +9,13 @@ from typing import Any
 from benchmarks.ablation_rows import Row
 from benchmarks.families import PYTORCH
 from benchmarks.random_layers import random_layers
-from tconv_swap.measurement.suite import load_suite
+from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.suite import Layer, load_suite
 
 SUITE = load_suite().layers
 DRAWN = random_layers()
+#: A prime stride has too many groups of phases for the tiles of tensor cores.
+GENERAL_ALONE = Layer("stride 11", "", Geometry(16, 256, 1, 100, 128, (1, 22), (1, 11), (0, 5)), True, False)
 
 
 def made_up(times: Mapping[str, float], *, taken: str = PYTORCH, **changes: Any) -> Row:
