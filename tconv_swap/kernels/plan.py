@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import zip_longest
-from typing import TypeVar
 
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.common import tiny as tiny_family
+from tconv_swap.kernels.common.ranked import in_turn
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -39,9 +38,6 @@ __all__ = [
     "plan_forward",
     "with_weight_layout",
 ]
-
-
-_T = TypeVar("_T")
 
 
 def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
@@ -90,7 +86,7 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
         forward_narrow_ffma.plan_candidates(problem, has_bias, device, count),
         forward_gemm.plan_candidates(problem, has_bias, device, count),
     )
-    found = dict.fromkeys([plan_forward(problem, has_bias, device), *_in_turn(*families)])
+    found = dict.fromkeys([plan_forward(problem, has_bias, device), *in_turn(*families)])
     return list(found)[:count]
 
 
@@ -103,7 +99,7 @@ def backward_candidates(
     plans: list[Plan] = []
     if output_mask == (True, False, False):
         grad_input = Output(geometry.input_shape, problem.channels_last)
-        parts = _in_turn(
+        parts = in_turn(
             grad_input_narrow_mma.part_candidates(problem, device, count),
             grad_input_implicit_gemm.part_candidates(problem, device, count),
         )
@@ -113,7 +109,7 @@ def backward_candidates(
         grad_bias = Output((geometry.out_channels,))
 
         def for_weight(with_bias: bool) -> list[Part]:
-            return _in_turn(
+            return in_turn(
                 grad_weight_narrow_mma.part_candidates(problem, device, with_bias, count),
                 grad_weight_implicit_gemm.part_candidates(problem, device, with_bias, count),
             )
@@ -125,11 +121,6 @@ def backward_candidates(
             after = [bias] if output_mask[2] else []
             plans = [_assembled([(part, (grad_weight,)), *after]) for part in for_weight(False)]
     return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
-
-
-def _in_turn(*families: list[_T]) -> list[_T]:
-    """Returns the best of each family, then the second best of each, and so on."""
-    return [one for best in zip_longest(*families) for one in best if one is not None]
 
 
 @lru_cache(maxsize=256)

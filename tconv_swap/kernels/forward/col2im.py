@@ -47,9 +47,8 @@ _KINDS = {
 }
 #: The fewest and the most input channels: fewer leave most of a multiply of 16 empty, more do not fit one box.
 CHANNELS = (8, 256)
-#: The most products of a pixel that a thread's registers hold, and the fewest with which the kernel is faster.
+#: The most products of a pixel that a thread's registers hold.
 MAX_PRODUCTS = 96
-MIN_PRODUCTS = 16
 #: The most products with which it is faster for 16 bits in channels_last with strides, where the narrow_mma kernel is
 #: at its fastest.
 MAX_PRODUCTS_16_BIT_CHANNELS_LAST = 72
@@ -99,7 +98,7 @@ def _pays_for_long_rows(problem: Problem) -> bool:
     geometry = problem.geometry
     gathers_fast = problem.channels_last and problem.dtype.itemsize == 2 and max(geometry.stride) > 1
     limit = MAX_PRODUCTS_16_BIT_CHANNELS_LAST if gathers_fast else MAX_PRODUCTS
-    return MIN_PRODUCTS <= products(geometry) <= limit and geometry.in_channels >= MIN_IN_CHANNELS
+    return products(geometry) <= limit and geometry.in_channels >= MIN_IN_CHANNELS
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:

@@ -3,9 +3,12 @@ grad_output (sm_90a)."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
+from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
 from tconv_swap.kernels.common.space_to_depth import (
     Planes,
@@ -52,6 +55,11 @@ MAX_SCHEDULES = 2
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Returns the parts of ``ranked``."""
+    return made(ranked(problem, device, with_bias, count))
+
+
+def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
     family does not claim the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
@@ -75,7 +83,10 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
             tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device)
         )
         tiles = list(dict.fromkeys(tiles + others))
-    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
+    return [
+        Ranked(expected_clocks(g, tile, device), partial(plan_with_tile, problem, tile, device, with_bias))
+        for tile in tiles[:count]
+    ]
 
 
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
@@ -87,10 +98,15 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES]
 
 
+def copies_grad_output(geometry: Geometry) -> bool:
+    """Returns whether rows of grad_output have to be copied for the copy engine to load them."""
+    return out_row_pitch(geometry) != geometry.out_width
+
+
 def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
     """Returns the bytes of the copies that are made before the product."""
     g = geometry
-    output_bytes = 0 if out_row_pitch(g) == g.out_width else _output_planes(g).bytes(g.batch)
+    output_bytes = _output_planes(g).bytes(g.batch) if copies_grad_output(g) else 0
     return output_bytes + (0 if input_read_in_place(g, pixels) else _input_planes(g, pixels).bytes(g.batch))
 
 
@@ -122,7 +138,7 @@ def _adds_all_of_grad_output(geometry: Geometry) -> bool:
     input is added up. Where grad_output is copied, the launch that copies it adds up every element.
     """
     g = geometry
-    if out_row_pitch(g) != g.out_width:
+    if copies_grad_output(g):
         return True
     over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
     return over_input and taps_cover_stride(g, 0)
@@ -147,7 +163,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     # Where grad_output is copied, the launch that copies it also adds up the bias.
     out = _output_planes(g)
     out_base, bias_rows = input_(0), 2 * tile.splits * g.stride[0]
-    copies_output = out_row_pitch(g) != g.out_width
+    copies_output = copies_grad_output(g)
     if copies_output:
         out_at = memory.reserve(out.bytes(g.batch))
         out_base, bias_rows = workspace(out_at), bias_partial_rows(g.batch, out)

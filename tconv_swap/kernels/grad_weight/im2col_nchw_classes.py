@@ -26,8 +26,7 @@ from tconv_swap.runtime.disk_cache import disk_cache
 #: How many times as long other families took where this one is the fastest
 #: (benchmarks/results/h200-ablation.json).
 OTHERWISE = 1.4
-#: The least work of a size that takes this family (grad_weight/implicit_gemm.py): it was measured to be faster
-#: from there on.
+#: The least work of the sizes for which a layer's kernels are chosen: with less work they gain least.
 MIN_MACS = 1 << 32
 
 

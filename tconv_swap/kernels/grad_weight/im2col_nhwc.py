@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
@@ -16,6 +18,7 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     STEP_LIMIT,
     Tile,
     candidates,
+    expected_clocks,
     rows_are_contiguous,
     tiles_of,
 )
@@ -43,6 +46,7 @@ __all__ = [
     "claims",
     "part_candidates",
     "plan_with_tile",
+    "ranked",
     "reads_all_of_grad_output",
     "tiles_for",
 ]
@@ -51,6 +55,11 @@ _FAMILY = "im2col_nhwc"
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Returns the parts of ``ranked``."""
+    return made(ranked(problem, device, with_bias, count))
+
+
+def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
     family does not claim the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
@@ -61,8 +70,13 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     """
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
         return []
-    tiles = choose(problem, device, count)
-    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles]
+    return [
+        Ranked(
+            expected_clocks(problem.geometry, tile, device),
+            partial(plan_with_tile, problem, tile, device, with_bias),
+        )
+        for tile in choose(problem, device, count)
+    ]
 
 
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:

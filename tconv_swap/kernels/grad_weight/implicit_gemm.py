@@ -1,17 +1,18 @@
 """Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma,wgmma_tf32}.cu, and the order of the families of
 the stage.
-16 bits in channels_last are planned by implicit_gemm_tma, wide strided layers in TF32 by im2col_nchw,
-im2col_nhwc and pixel_rows, large images at stride 1 by stride1. Where one of them was measured to be faster,
-its plan comes first.
+16 bits in channels_last are planned by implicit_gemm_tma. Wide layers in TF32 also have kernels of im2col_nchw,
+im2col_nhwc or pixel_rows, and layers at stride 1 one of stride1; at each size the family with the fewest expected
+clocks is taken.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
+from tconv_swap.kernels.common.ranked import Ranked, in_turn, made
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
@@ -19,7 +20,6 @@ from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhw
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
-from tconv_swap.kernels.grad_weight.im2col_nchw_classes import MIN_MACS
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, choose, registers
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import is_a_product, pixel_tiles, taps_cover_stride
 from tconv_swap.kernels.grad_weight.implicit_gemm_cost import splits_of
@@ -50,11 +50,6 @@ from tconv_swap.runtime.program import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Channels of a group, on either side, from which the TF32 families with pixels along k fill their tiles.
 WIDE_CHANNELS = 64
-#: Multiply-accumulates from which im2col_nhwc was measured to be faster (docs/kernels/grad_weight/im2col_nhwc.md).
-NHWC_MIN_MACS = 1 << 29
-#: From this product of a group's input and output channels on, pixel_rows was measured to be faster from less work
-#: on.
-WIDE_PAIRS, WIDE_PAIRS_MIN_MACS = 256 * 128, 1 << 28
 #: Input channels times taps, for each pixel of a stride, from which pixel_rows is worth its copy of grad_output.
 PIXEL_ROWS_MIN_MULTIPLIES = 200
 #: The same product up to which im2col_nchw is faster; above it pixel_rows is
@@ -78,59 +73,64 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    if stride1_parts := _stride1_parts(problem, device, with_bias, count):
-        return stride1_parts
-    im2col, pixel_rows = _im2col_wins(problem), _pixel_rows_win(problem)
-    preferred = im2col or pixel_rows
-    k_contiguous: list[Part] = []
-    if im2col or count > 1:
-        # Each of the two families claims one layout.
-        k_contiguous += grad_weight_im2col_nchw.part_candidates(problem, device, with_bias, (count + 1) // 2)
-        k_contiguous += grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, (count + 1) // 2)
-    _, limit = _nchw_schedules(problem, device)
-    if limit and (pixel_rows or count > 1):
-        parts = grad_weight_pixel_rows.part_candidates(problem, device, with_bias, count, limit)
-        k_contiguous = k_contiguous + parts if im2col else parts[: count // 2 or 1] + k_contiguous
-        k_contiguous = k_contiguous[:count]
-    if not k_contiguous:
-        return implicit_gemm_parts(problem, device, with_bias, count)
-    if count == 1:
-        return k_contiguous
-    # For tuning to measure: some schedules of each kind.
-    others = implicit_gemm_parts(problem, device, with_bias, count // 2 if preferred else count - 1)
-    if preferred:
-        return k_contiguous[: count - len(others)] + others
-    return others + k_contiguous[: count - len(others)]
+    """Returns ``count`` parts: the one that is expected to be the fastest, then the best of each family in turn."""
+    families = (
+        _stride1(problem, device, with_bias, count),
+        _im2col_or_pixel_rows(problem, device, with_bias, count),
+        implicit_gemm(problem, device, with_bias, count),
+    )
+    ranked = sorted(filter(None, families), key=lambda family: family[0].clocks)
+    return made(in_turn(*ranked)[:count])
 
 
-def _stride1_parts(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Returns the parts of stride1 where it was measured to be faster, with some of the implicit GEMM to be
-    measured beside it; else none.
-    stride1 leaves the bias to a launch of its own, which may cost what stride1 gains, so it is not planned with
-    a bias.
+def _stride1(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
+    """Returns the parts of stride1. It leaves the bias to a launch of its own, which may cost what stride1 gains, so
+    it is not planned with a bias."""
+    if with_bias or not _stride1_schedules(problem, device):
+        return []
+    if not grad_weight_stride1.preferred(problem, device):
+        return []
+    return grad_weight_stride1.ranked(problem, device, count)
+
+
+def _im2col_or_pixel_rows(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
+    """Returns the parts of the families with pixels along k, in TF32; to be measured, those of im2col also for layers
+    without a kernel of it.
+
+    Where a layer has kernels of two families, im2col_nchw comes first (as fast as pixel_rows or up to 2.7 times as
+    fast on 12 layers), but not where it, too, copies grad_output (0.91 and 0.96 times as fast on two).
     """
-    g = problem.geometry
-    channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if with_bias or channels < grad_weight_stride1.MIN_CHANNELS or g.macs < grad_weight_stride1.MIN_MACS:
-        return []
-    stride1_parts = grad_weight_stride1.part_candidates(problem, device, count)
-    if not stride1_parts or not grad_weight_stride1.preferred(problem, device):
-        return []
-    return stride1_parts[: count - count // 2] + implicit_gemm_parts(problem, device, False, count // 2)
+    im2col, pixel_rows = _nchw_schedules(problem, device)
+    share = (count + 1) // 2
+    in_place: list[Ranked] = []
+    planes: list[Ranked] = []
+    if _nhwc_schedules(problem) or count > 1:
+        in_place += grad_weight_im2col_nhwc.ranked(problem, device, with_bias, share)
+    if im2col or count > 1:
+        in_place += grad_weight_im2col_nchw.ranked(problem, device, with_bias, share)
+    copies = grad_weight_im2col_nchw.copies_grad_output(problem.geometry)
+    if pixel_rows and (copies or count > 1 or not in_place):
+        planes = grad_weight_pixel_rows.ranked(problem, device, with_bias, share, pixel_rows)
+    return planes + in_place if copies else in_place + planes
 
 
-def implicit_gemm_parts(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+def implicit_gemm(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the parts of the implicit GEMM, whose tiles hold a pixel's channels side by side.
     Over all sizes of a layer the first part uses one of at most ``MAX_SCHEDULES`` kernels.
     """
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
-    tma_parts = grad_weight_tma.part_candidates(problem, device, with_bias, (count + 1) // 2)
-    if len(tma_parts) == count:
-        return tma_parts
-    found = choose(problem, device, count - len(tma_parts), max_schedules(problem, device))
-    return tma_parts + [plan_with_schedule(problem, one, device, with_bias) for one in found]
+    found = grad_weight_tma.ranked(problem, device, with_bias, (count + 1) // 2)
+    if len(found) < count:
+        schedules = choose(problem, device, count - len(found), max_schedules(problem, device))
+        found += [
+            Ranked(
+                one.clocks(problem.geometry, device),
+                partial(plan_with_schedule, problem, one, device, with_bias),
+            )
+            for one in schedules
+        ]
+    return found
 
 
 def max_schedules(problem: Problem, device: Device) -> int:
@@ -141,12 +141,19 @@ def max_schedules(problem: Problem, device: Device) -> int:
         return 1  # narrow_mma has the other kernels
     if grad_weight_tma.claims(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
         return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
-    channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if problem.channels_last and problem.is_tf32 and channels >= WIDE_CHANNELS // 2 and g.taps > 1:
-        return MAX_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
+    if nhwc := _nhwc_schedules(problem):
+        return MAX_SCHEDULES - nhwc
     im2col_nchw, pixel_rows = _nchw_schedules(problem, device)
     gemm = 1 if im2col_nchw and _is_wide(problem) and is_a_product(g) else 0
     return MAX_SCHEDULES - max(im2col_nchw + pixel_rows + gemm, _stride1_schedules(problem, device))
+
+
+def _nhwc_schedules(problem: Problem) -> int:
+    """Returns how many kernels of im2col_nhwc a layer in channels_last has over all its sizes."""
+    g = problem.geometry
+    channels = min(g.in_channels_per_group, g.out_channels_per_group)
+    wide = channels >= WIDE_CHANNELS // 2 and g.taps > 1
+    return grad_weight_im2col_nhwc.MAX_SCHEDULES if problem.channels_last and problem.is_tf32 and wide else 0
 
 
 def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
@@ -178,43 +185,12 @@ def _stride1_schedules(problem: Problem, device: Device) -> int:
     return grad_weight_stride1.MAX_SCHEDULES
 
 
-def _pixel_rows_win(problem: Problem) -> bool:
-    """Returns whether pixel_rows was measured to be the fastest.
-    It holds for strided layers in NCHW with enough channels for large tiles, enough work to fill the GPU, and
-    enough multiplies for each pixel of grad_output to pay for its copy.
-    """
-    g = problem.geometry
-    if problem.channels_last or max(g.stride) == 1 or not _is_wide(problem):
-        return False
-    many = g.in_channels_per_group * g.out_channels_per_group >= WIDE_PAIRS
-    return g.macs >= (WIDE_PAIRS_MIN_MACS if many else MIN_MACS)
-
-
 def _is_wide(problem: Problem) -> bool:
     """Returns whether a layer in NCHW has the channels that pixel_rows needs, whatever its sizes."""
     g = problem.geometry
     enough = PIXEL_ROWS_MIN_MULTIPLIES * math.prod(g.stride)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     return channels >= WIDE_CHANNELS and g.in_channels_per_group * g.taps >= enough
-
-
-def _im2col_wins(problem: Problem) -> bool:
-    """Returns whether im2col_nchw or im2col_nhwc was measured to be the fastest in TF32.
-    Both need enough channels and work. NCHW also needs a stride, rows of grad_output that the copy engine can
-    load, and at most so many multiplies for each element of grad_output; with more of them a copy of grad_output takes
-    a negligible time, and pixel_rows is faster.
-    """
-    g = problem.geometry
-    if g.in_channels_per_group < WIDE_CHANNELS or g.out_channels_per_group < WIDE_CHANNELS // 2:
-        return False
-    if problem.channels_last:
-        return g.taps > 1 and g.macs >= NHWC_MIN_MACS
-    if max(g.stride) == 1 or g.height == 1 or not _im2col_nchw_may_win(problem):
-        return False
-    if _is_wide(problem) and is_a_product(g):
-        # Such layers have no kernel of pixel_rows.
-        return _pixel_rows_win(problem)
-    return g.macs >= MIN_MACS and g.out_width % 4 == 0
 
 
 def _im2col_nchw_may_win(problem: Problem) -> bool:

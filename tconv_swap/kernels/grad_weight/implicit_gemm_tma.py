@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
+from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, pixel_tiles
@@ -55,13 +56,18 @@ _MIN_IN_WITH_GAPS = 32
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Returns the parts of ``ranked``."""
+    return made(ranked(problem, device, with_bias, count))
+
+
+def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; inputs and outputs
     are those of ``implicit_gemm.plan_grad_weight``."""
     if not claims(problem, device):
         return []
     return [
-        plan_with_tile(problem, schedule, splits, with_bias)
-        for schedule, splits in choose(problem, device, count, max_schedules(problem, by_itself=True))
+        Ranked(clocks, partial(plan_with_tile, problem, schedule, splits, with_bias))
+        for schedule, splits, clocks in choose(problem, device, count, max_schedules(problem, by_itself=True))
     ]
 
 
@@ -74,7 +80,7 @@ def plan_from_nhwc_copies(problem: Problem, device: Device, reduced_channels_las
     if not claims(problem, device):
         return None
     found = choose(problem, device, 1, max_schedules(problem, by_itself=False))
-    for schedule, splits in found:
+    for schedule, splits, _ in found:
         return plan_with_tile(problem, schedule, splits, False, reduced_channels_last)
     return None
 

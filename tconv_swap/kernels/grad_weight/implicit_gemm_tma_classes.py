@@ -149,9 +149,9 @@ def schedule_of(problem: Problem, tma_tile: TmaTile) -> Schedule:
     return Schedule(problem, tma_tile, work_of(problem, tma_tile))
 
 
-def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tuple[Schedule, int]]:
-    """Returns at most ``count`` schedules for this size with their best number of splits, the fastest expected
-    first.
+def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tuple[Schedule, int, float]]:
+    """Returns at most ``count`` schedules for this size with their best number of splits and its clocks, the fastest
+    expected first.
     The first is one of the layer's kernels, of which there are at most ``limit`` over all sizes; the others
     come from all candidates.
     """
@@ -168,7 +168,7 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[tup
     best = ranked(schedules(layer, device, limit))[:1]
     if best and count > 1:
         best += [one for one in ranked(pool(layer, device)) if one[1] is not best[0][1]][: count - 1]
-    return [(one, splits) for (_, splits), one in best]
+    return [(one, splits, clocks) for (clocks, splits), one in best]
 
 
 @disk_cache

@@ -3,14 +3,18 @@ along k (sm_90a)."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.sizes import pixel_rows_sizes
 from tconv_swap.kernels.common.space_to_depth import bias_partial_rows, identity_constants, space_to_depth
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     choose,
+    clocks_of,
     input_read_in_place,
     phases_of,
     planes_of_pixel_rows,
@@ -52,6 +56,13 @@ MAX_SCHEDULES = 2
 def part_candidates(
     problem: Problem, device: Device, with_bias: bool, count: int, limit: int = MAX_SCHEDULES
 ) -> list[Part]:
+    """Returns the parts of ``ranked``."""
+    return made(ranked(problem, device, with_bias, count, limit))
+
+
+def ranked(
+    problem: Problem, device: Device, with_bias: bool, count: int, limit: int = MAX_SCHEDULES
+) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
     family does not claim the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
@@ -70,7 +81,10 @@ def part_candidates(
     found = choose(problem, device, limit) if limit else []
     if with_bias:
         found = [one for one in found if _reads_all_of_grad_output(problem.geometry, one[0])]
-    return [plan_with_tile(problem, *one, device, with_bias) for one in found[:count]]
+    return [
+        Ranked(clocks_of(problem, *one, device), partial(plan_with_tile, problem, *one, device, with_bias))
+        for one in found[:count]
+    ]
 
 
 def claims(problem: Problem, device: Device) -> bool:

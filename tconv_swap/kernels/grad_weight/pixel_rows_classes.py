@@ -46,7 +46,7 @@ def choose(problem: Problem, device: Device, limit: int) -> list[tuple[PixelRows
         if tile is not None:
             found.append(tile)
     if len(found) > 1:
-        found.sort(key=lambda one: _clocks(problem, one[0], one[1], device))
+        found.sort(key=lambda one: clocks_of(problem, one[0], one[1], device))
     return found
 
 
@@ -61,7 +61,7 @@ def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...
     def expected(problem: Problem, one: Schedule) -> float:
         tile = _tile_of(problem, one, device)
         assert tile is not None
-        return _clocks(problem, tile[0], tile[1], device)
+        return clocks_of(problem, tile[0], tile[1], device)
 
     return select_schedules(
         layer,
@@ -115,7 +115,7 @@ def _tile_of(problem: Problem, one: Schedule, device: Device) -> tuple[PixelRows
     return None if tile is None else (pixel_rows, tile)
 
 
-def _clocks(problem: Problem, pixel_rows: PixelRows, tile: Tile, device: Device) -> float:
+def clocks_of(problem: Problem, pixel_rows: PixelRows, tile: Tile, device: Device) -> float:
     """Returns the expected clocks of the copies, the product and the reduction of its splits."""
     g = problem.geometry
     out, into = planes_of_pixel_rows(g, pixel_rows)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 
+from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, stride1_may_win
@@ -51,8 +53,9 @@ from tconv_swap.runtime.program import (
 _FAMILY = "stride1"
 #: Kernels of a layer over all its sizes.
 MAX_SCHEDULES = 1
-#: Channels on either side of a group, and multiply-accumulates, from which the family was measured to be faster (1.4 to
-#: 2.7 times on nine layers, of 17 to 128 output channels and 2 to 309 billion multiply-accumulates).
+#: Channels on either side of a group from which the family was measured to be faster (1.4 to 2.7 times on nine layers,
+#: of 17 to 128 output channels and 2 to 309 billion multiply-accumulates), and the least work of the sizes for which
+#: a layer's kernel is chosen.
 MIN_CHANNELS, MIN_MACS = 16, 1 << 30
 #: Images, rows and columns of the large problems that were measured.
 LARGE = (8, 512, 512)
@@ -68,6 +71,11 @@ _PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
+    """Returns the parts of ``ranked``."""
+    return made(ranked(problem, device, count))
+
+
+def ranked(problem: Problem, device: Device, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first.
     Inputs: grad_output, input (16-byte aligned). Output: the gradient of the weight.
 
@@ -75,8 +83,10 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """
     if not claims(problem, device):
         return []
-    tiles = choose(problem, device)
-    return [plan_with_tile(problem, tile) for tile in tiles[:count]]
+    return [
+        Ranked(expected_clocks(problem, tile, device), partial(plan_with_tile, problem, tile))
+        for tile in choose(problem, device)[:count]
+    ]
 
 
 def choose(problem: Problem, device: Device) -> list[Stride1Tile]:

@@ -34,9 +34,6 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-#: For grad_input alone: the fewest multiply-adds for each element of grad_output and the weight (measured) at which
-#: copies pay where implicit_gemm loads several elements at once.
-MIN_MACS_ALONE = 768
 GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 
 
@@ -95,18 +92,12 @@ def _tma_pays(problem: Problem) -> bool:
 
 
 def _pays_alone(problem: Problem, device: Device) -> bool:
-    """Returns whether copies pay for grad_input alone: no other family than implicit_gemm computes it without copies,
-    and it has many products, or the layer's kernel for this size loads grad_output one element at a time."""
+    """Returns whether copies pay for grad_input alone: no other family than implicit_gemm computes it without
+    copies."""
     if not _tma_pays(problem):
         return False
     direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
-    if direct is not None and direct.family != grad_input_implicit_gemm.FAMILY:
-        return False
-    copied = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
-    if problem.geometry.macs * problem.dtype.itemsize >= MIN_MACS_ALONE * copied:
-        return True
-    launches = direct.launches if direct is not None else ()
-    return any(dict(launch.kernel.constants).get("ROW_MULTIPLE") == 1 for launch in launches)
+    return direct is None or direct.family == grad_input_implicit_gemm.FAMILY
 
 
 def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:

@@ -39,7 +39,8 @@ def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list
         if piece is not None:
             return [piece.part]
     im2col = grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, 1)
-    return im2col + grad_weight_implicit_gemm.implicit_gemm_parts(problem, device, with_bias, 1)
+    ranked = grad_weight_implicit_gemm.implicit_gemm(problem, device, with_bias, 1)
+    return im2col + [one.make() for one in ranked]
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
