@@ -231,12 +231,18 @@ def _least() -> float:
 
 
 def committed_file(document: Document) -> Path:
-    """Returns the file of the committed results of the same kind; those of benchmarks.layers have one for each
-    direction."""
+    """Returns the file of the committed results of the same kind, an H200's if there is one; those of benchmarks.layers
+    have one for each direction."""
     name = _kind(document)
     if name == "layers":
         name = document["settings"]["direction"]
-    return RESULTS / f"h200-{name}.json"
+    return results_of(name)
+
+
+def results_of(name: str) -> Path:
+    """Returns the file of the committed results of this name."""
+    of_h200 = RESULTS / f"h200-{name}.json"
+    return of_h200 if of_h200.exists() else RESULTS / f"h100-{name}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import ratchet
-from benchmarks.ratchet import compare, main, speeds_of
+from benchmarks.ratchet import compare, main, results_of, speeds_of
 
 RESULTS = Path(ratchet.__file__).parent / "results"
 
@@ -77,7 +77,7 @@ def test_slower_missing_and_failed_rows_are_named() -> None:
     "name", ["forward", "backward", "models", "blocks", "varying", "ablation", "regret", "neighbours"]
 )
 def test_the_committed_results_beside_themselves(name: str) -> None:
-    document = json.loads((RESULTS / f"h200-{name}.json").read_text())
+    document = json.loads(results_of(name).read_text())
     verdict = compare(document, document)
     assert verdict.means
     assert all("(1.000)" in line for line in verdict.means)
@@ -90,7 +90,7 @@ def test_a_slower_row_of_every_kind_is_named() -> None:
     """Each with our time of one row made twice as long."""
     changed: list[str] = []
     for name in ("forward", "models", "blocks", "varying", "ablation"):
-        before = json.loads((RESULTS / f"h200-{name}.json").read_text())
+        before = json.loads(results_of(name).read_text())
         now = copy.deepcopy(before)
         if name == "forward":
             now["rows"][0]["ours"]["median_ms"] *= 2
