@@ -222,4 +222,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Pickles name the module of a class, which must not be __main__.
+    from benchmarks import changed as module
+
+    sys.exit(module.main())

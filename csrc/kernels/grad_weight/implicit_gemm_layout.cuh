@@ -70,14 +70,11 @@ using Unshifted = TapAxis<1, 1, 1, 0, 1, 1>;
 ///   float32, NCHW            [channel][position], words
 ///   float32, channels_last   [position][channel], words
 ///   16 bits                  [8 channels][position][16 bytes]
-///   QUADS (float32)          [4 positions][channel][4 words]
 /// The pitches are padded so that loading fragments has no bank conflicts.
-template <int CHANNELS_, int TENSOR_CHANNELS_, int GROUP_, class Rows_, class Cols_, int SH_, int SW_, int COPY_,
-          bool QUADS_ = false>
+template <int CHANNELS_, int TENSOR_CHANNELS_, int GROUP_, class Rows_, class Cols_, int SH_, int SW_, int COPY_>
 struct Window {
   static constexpr int CHANNELS = CHANNELS_, TENSOR_CHANNELS = TENSOR_CHANNELS_, GROUP = GROUP_;
   static constexpr int SH = SH_, SW = SW_, COPY = COPY_;
-  static constexpr bool QUADS = QUADS_;
   using Rows = Rows_;
   using Cols = Cols_;
   /// NCHW: a copy moves COPY columns, so a row may have to begin before the column of its first tap.
@@ -90,16 +87,14 @@ struct Window {
   static constexpr int POSITIONS = TILE_N * IMAGE_PITCH;
 
   static constexpr int OCTET_BYTES = (POSITIONS | 1) * 16;
-  static constexpr int QUAD_BYTES = (CHANNELS + 1) * 16;
-  static constexpr int CHANNEL_STRIDE = QUADS ? 4 : CHANNELS_LAST ? 1 : (POSITIONS + 3) / 8 * 8 + 4;
+  static constexpr int CHANNEL_STRIDE = CHANNELS_LAST ? 1 : (POSITIONS + 3) / 8 * 8 + 4;
   static constexpr int POSITION_STRIDE = CHANNELS_LAST ? (CHANNELS % 16 == 8 ? CHANNELS : CHANNELS + 8) : 1;
   static constexpr int BYTES = IS_16_BIT ? CHANNELS / 8 * OCTET_BYTES
-                               : QUADS   ? POSITIONS / 4 * QUAD_BYTES
                                          : round_up(CHANNELS_LAST ? POSITIONS * POSITION_STRIDE : CHANNELS * CHANNEL_STRIDE, 4) * 4;
 
   /// Bytes from the beginning of the window to a position's first channel.
   __device__ static constexpr int position_bytes(int position) {
-    return IS_16_BIT ? position * 16 : QUADS ? position / 4 * QUAD_BYTES + position % 4 * 4 : position * POSITION_STRIDE * 4;
+    return IS_16_BIT ? position * 16 : position * POSITION_STRIDE * 4;
   }
   /// The position of pixel k of the tile for a tap without shift. It may be computed for the summands of k apart, if
   /// adding them carries nothing.
@@ -111,9 +106,7 @@ struct Window {
     return (Rows::phase(i) * ROWS + Rows::shift(i)) * ROW_PITCH + Cols::phase(j) * COLS + Cols::shift(j);
   }
 };
-/// SWAPPED: output channels are the rows of a multiply, which come from registers; input channels are its columns, in
-/// quads.
-using InputWindow = Window<BLOCK_M, IN_CHANNELS, CI_GROUP, Unshifted, Unshifted, 1, 1, INPUT_COPY, SWAPPED>;
+using InputWindow = Window<BLOCK_M, IN_CHANNELS, CI_GROUP, Unshifted, Unshifted, 1, 1, INPUT_COPY>;
 using OutputWindow = Window<BLOCK_N, OUT_CHANNELS, CO_GROUP, TapsH, TapsW, STRIDE_H, STRIDE_W, OUTPUT_COPY>;
 
 constexpr int TILE_PIXELS = TILE_N * TILE_H * TILE_W;

@@ -47,7 +47,7 @@ struct WindowLoader {
   static constexpr bool THROUGH_REGISTERS = IS_16_BIT && (!CHANNELS_LAST || COPY == 1);
   /// Neighbouring lanes copy to distant places in shared memory: without the L1 each copy would be a request of its own
   /// (measured: half as fast).
-  static constexpr bool SCATTERS = IS_16_BIT || Win::QUADS;
+  static constexpr bool SCATTERS = IS_16_BIT;
   static constexpr int PIXEL_ITEMS = CHANNELS_LAST ? Win::TENSOR_CHANNELS : 1;
 
   /// Elements from one channel to the next.

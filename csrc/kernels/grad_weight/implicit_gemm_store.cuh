@@ -4,8 +4,8 @@
 #pragma once
 
 constexpr int WEIGHT_TILES = M_BLOCKS * N_BLOCKS * TAP_BLOCKS * GROUPS;
-/// Fragments of 16 x 8 sums of one warp: [m][tap][n], where m are rows of input channels (SWAPPED: of output channels).
-constexpr int M_FRAGMENTS = (SWAPPED ? WARP_N : WARP_M) / 16, N_FRAGMENTS = (SWAPPED ? WARP_M : WARP_N) / 8;
+/// Fragments of 16 x 8 sums of one warp: [m][tap][n], where m are rows of input channels.
+constexpr int M_FRAGMENTS = WARP_M / 16, N_FRAGMENTS = WARP_N / 8;
 constexpr int FRAGMENTS = M_FRAGMENTS * N_FRAGMENTS * WARP_TAPS;
 constexpr int TILE_WARPS = WARPS_M * WARPS_N * WARPS_T;
 /// Units of 4 floats of one split.
@@ -30,7 +30,7 @@ __device__ __forceinline__ void for_each_sum(const Place& place, const WarpPlace
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int m = row + r / 2 * 8, n = column + r % 2;
-    const int ci = place.m0 + warp.m * WARP_M + (SWAPPED ? n : m), co = place.n0 + warp.n * WARP_N + (SWAPPED ? m : n);
+    const int ci = place.m0 + warp.m * WARP_M + m, co = place.n0 + warp.n * WARP_N + n;
     if (ci < CI_GROUP && co < CO_GROUP) put(at_weight(place.group * CI_GROUP + ci, co, kh, kw), r);
   }
 }
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4],
 /// Each row, of one input channel, begins a quarter of the banks after the one before.
 constexpr int STAGED_ROWS = WARPS_M * 16, ROW_SUMS = BLOCK_N * BLOCK_TAPS, STAGED_PITCH = round_up(ROW_SUMS, 32) + 8;
 constexpr int STAGED_BYTES = STAGED_ROWS * STAGED_PITCH * 4;
-constexpr bool STORES_THROUGH_SHARED = !SWAPPED && STAGED_BYTES <= SHARED_BYTES;
+constexpr bool STORES_THROUGH_SHARED = STAGED_BYTES <= SHARED_BYTES;
 /// Output channels that one instruction stores.
 constexpr int STORE_VECTOR = WEIGHT_CHANNELS_LAST && IS_16_BIT && CO_GROUP % 8 == 0 && BLOCK_N % 8 == 0 ? 8 : 1;
 

@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma,wgmma_tf32}.cu, and the order of the families of
+"""Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu, and the order of the families of
 the stage.
 16 bits in channels_last are planned by implicit_gemm_tma. Wide layers in TF32 also have kernels of im2col_nchw,
 im2col_nhwc or pixel_rows, and layers at stride 1 one of stride1; at each size the family with the fewest expected
@@ -231,17 +231,10 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
     into, out = schedule.operands
     precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if problem.is_ieee else 0)
     taken, available = registers(problem, tile, schedule.operands)
-    bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
+    bias_writers = 1 if tile.wgmma else tile.warps[2] * tile.warps[3]
     if not tile.wgmma:  # all warps that read the same pixels of grad_output take turns
         bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
-    swapped = tile.wgmma and item_bytes(problem) == 4
-    name = (
-        "grad_weight_implicit_gemm_wgmma_tf32"
-        if swapped
-        else "grad_weight_implicit_gemm_wgmma"
-        if tile.wgmma
-        else "grad_weight_implicit_gemm_mma"
-    )
+    name = "grad_weight_implicit_gemm_wgmma" if tile.wgmma else "grad_weight_implicit_gemm_mma"
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("PRECISION", precision),
@@ -255,7 +248,6 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
         ("STAGES", tile.stages),
         ("SHARED_BYTES", shared_bytes(tile.stages, schedule.operands)),
         ("BIAS_WRITERS", bias_writers),
-        ("SWAPPED", swapped),
     )
     main = Kernel(
         f"grad_weight/{name.removeprefix('grad_weight_')}.cu",

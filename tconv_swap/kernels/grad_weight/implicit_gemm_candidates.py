@@ -1,4 +1,4 @@
-"""The tiles of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma,wgmma_tf32}.cu: which fit, which few of them
+"""The tiles of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu: which fit, which few of them
 are a layer's kernels, and which of those computes one size."""
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ def choose(problem: Problem, device: Device, count: int, limit: int) -> list[Sch
 @disk_cache
 def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer (``of_any_size``)."""
-    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is only measured, never chosen.
-    swapped = item_bytes(layer) == 4 and layer.geometry.stride != (1, 1)
-    found = [one for one in pool(layer, device) if not (one.tile.wgmma and swapped)]
+    found = pool(layer, device)
     maps = [size.of(layer.geometry) for size in sizes_of(layer)]
     clocks = [
         [one.clocks(geometry, device) if one.suits(geometry) else math.inf for geometry in maps]
@@ -179,8 +177,8 @@ def _power_in(size: int) -> int:
 def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
     """Yields the shapes of each kind of tensor-core instruction."""
     kinds = [(False, _warp_choices)]
-    if device.architecture == "sm_90a" and not problem.is_ieee:
-        kinds.append((True, _warpgroup_choices if item_bytes(problem) == 2 else _swapped_choices))
+    if device.architecture == "sm_90a" and item_bytes(problem) == 2:
+        kinds.append((True, _warpgroup_choices))
     for taps, tap_step in _tap_choices(problem):
         for wgmma, choices in kinds:
             for warps in choices(problem, math.prod(taps)):
@@ -214,7 +212,8 @@ def _schedules_of(
         )
 
     for pixels in choices:
-        if math.prod(pixels) % step or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
+        # wgmma reads 8 contiguous pixels.
+        if math.prod(pixels) % step or (shape.wgmma and pixels[2] < 8):
             continue
         operands: Operands | None = None
         for blocks in (1, 2):
@@ -233,7 +232,7 @@ _Warps = tuple[tuple[int, int, int, int], int, int, int]
 
 
 def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
-    """Yields warps along (m, n, taps, k) and the channels in, channels out and taps of a warp for 16-bit wgmma,
+    """Yields warps along (m, n, taps, k) and the channels in, channels out and taps of a warp for wgmma,
     where a warpgroup's four warps lie along m."""
     g = problem.geometry
     if g.in_channels_per_group <= 32:
@@ -251,34 +250,6 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
             if (groups_n - 1) * warp_n >= g.out_channels_per_group:
                 continue
             yield (4 * groups_m, groups_n, groups_t, groups_k), 16, warp_n, warp_taps
-
-
-def _fits_wgmma(problem: Problem, pixels: tuple[int, int, int], shape: Shape) -> bool:
-    """Returns whether wgmma can read tiles of these pixels."""
-    if item_bytes(problem) == 2:
-        return pixels[2] >= 8  # 8 pixels of a multiply are contiguous
-    # The loop takes two steps at a time; in channels_last every thread copies one set of channels.
-    divides = not problem.channels_last or 32 * math.prod(shape.warps) % shape.warp_m == 0
-    return divides and math.prod(pixels) % (16 * shape.warps[3]) == 0
-
-
-def _swapped_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
-    """Yields the same for wgmma in TF32, where a warpgroup's four warps lie along n."""
-    g = problem.geometry
-    if g.out_channels_per_group <= 32:
-        return
-    for warp_m, warp_taps in itertools.product((256, 128, 64, 32), (1, 2, 3, 4, 5, 6)):
-        sums = warp_m * warp_taps // 2
-        if warp_taps > taps or not 32 <= sums <= 160 or warp_m >= max(64, 2 * g.in_channels_per_group):
-            continue
-        for groups_n, groups_k in itertools.product((1, 2, 3, 4), (1, 2)):
-            groups_t = ceil_div(taps, warp_taps)
-            if (
-                not 1 <= groups_n * groups_t * groups_k <= 4
-                or (groups_n - 1) * 64 >= g.out_channels_per_group
-            ):
-                continue
-            yield (1, 4 * groups_n, groups_t, groups_k), warp_m, 16, warp_taps
 
 
 def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:

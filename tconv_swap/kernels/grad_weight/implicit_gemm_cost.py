@@ -109,15 +109,10 @@ def _mma_clocks(problem: Problem, tile: Tile, operands: Operands) -> tuple[float
 
 def _wgmma_clocks(problem: Problem, tile: Tile, brought: Operands) -> tuple[float, ...]:
     """Returns the clocks of one tile of pixels with wgmma: of the tensor cores or of shared memory, whichever
-    is slower, and of issuing instructions.
-    In TF32 the rows come from registers, which costs both.
-    """
-    tf32 = item_bytes(problem) == 4
-    columns = tile.warp_m if tf32 else tile.warp_n
+    is slower, and of issuing instructions."""
     warp_steps = math.prod(tile.warps[:3]) * tile.warp_taps * tile.pixels / step_pixels(problem)
-    operands = (16 + columns / 4) * (1.4 if tf32 else 1)
-    instructions = _copies(problem, brought) + (warp_steps * 16 if tf32 else 0)
-    return warp_steps / 4 * max(columns / 2, operands) * 1.1, instructions / 4
+    operands = 16 + tile.warp_n / 4
+    return warp_steps / 4 * max(tile.warp_n / 2, operands) * 1.1, _copies(problem, brought) / 4
 
 
 def _copies(problem: Problem, operands: Operands) -> float:

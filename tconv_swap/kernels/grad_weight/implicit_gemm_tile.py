@@ -153,14 +153,12 @@ def _window(
     strides: Pair,
     misalignment: int,
     copy: int,
-    quads: bool = False,
 ) -> Window:
     """Returns the window of an operand.
     Args:
         misalignment: columns from the aligned address at which a row is copied to the first tap's column
         (NCHW).
         copy: elements of one copy.
-        quads: float32 channels lie as 4 positions side by side.
     """
     item = item_bytes(problem)
     images, rows, cols = pixels[0], pixels[1] + shifts[0], pixels[2] + shifts[1]
@@ -174,8 +172,6 @@ def _window(
     pieces = images * phases[0] * rows * per_row
     if item == 2:
         size = channels // 8 * (positions | 1) * 16
-    elif quads:
-        size = positions // 4 * (channels + 1) * 16
     elif problem.channels_last:
         size = positions * (channels if channels % 16 == 8 else channels + 8) * 4
     else:
@@ -193,9 +189,8 @@ def _window(
 def windows(problem: Problem, tile: Tile) -> Operands:
     """Returns the windows of the input and of grad_output; the number of stages does not change them."""
     threads, pixels = tile.threads, tile.shape
-    swapped = tile.wgmma and item_bytes(problem) == 4
     return (
-        _input_window(problem, threads, tile.block_m, pixels, swapped, tile.multiples[0]),
+        _input_window(problem, threads, tile.block_m, pixels, tile.multiples[0]),
         _grad_output_window(
             problem, threads, tile.block_n, tile.taps, tile.tap_step, pixels, tile.multiples[1]
         ),
@@ -210,15 +205,13 @@ def shared_bytes(stages: int, operands: Operands) -> int:
 
 @lru_cache(maxsize=4096)
 def _input_window(
-    problem: Problem, threads: int, channels: int, pixels: tuple[int, int, int], swapped: bool, multiple: int
+    problem: Problem, threads: int, channels: int, pixels: tuple[int, int, int], multiple: int
 ) -> Window:
     """Returns the window of the input. Through registers, short copies were measured to be faster."""
     g = problem.geometry
     found = [
-        _window(problem, pixels, channels, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
+        _window(problem, pixels, channels, (1, 1), (0, 0), (1, 1), 0, copy)
         for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiple, pixels[2])
-        # In quads, neighbouring channels are not neighbours in shared memory.
-        if copy == 1 or not (swapped and problem.channels_last)
     ]
     short_copies = item_bytes(problem) == 2 and not problem.channels_last
     return _of_fewest_registers(found, threads, 1 if short_copies else -1)

@@ -158,7 +158,6 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
             ("STAGES", tile.stages),
             ("SHARED_BYTES", shared_bytes(problem, schedule.tma_tile)),
             ("BIAS_WRITERS", 1),
-            ("SWAPPED", False),
         )
 
     main = Kernel(
