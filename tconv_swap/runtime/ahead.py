@@ -77,6 +77,8 @@ def begin(
     """
 
     def job() -> None:
+        if _interpreter_ends():
+            return
         try:
             needed = dict.fromkeys(
                 kernel for made in make_plans() for kernel in launch.missing_kernels(made, architecture)
@@ -109,9 +111,18 @@ def settle(key: Hashable) -> None:
         wait([job])
 
 
+def _interpreter_ends() -> bool:
+    """Returns whether the interpreter is about to end: it then takes no more work, but waits for what is queued, which
+    is no longer needed."""
+    try:
+        _planner().submit(int)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _compile(kernel: Kernel, architecture: str) -> None:
-    # The interpreter waits for its threads when it ends, but what is queued is then no longer needed.
-    if not threading.main_thread().is_alive():
+    if _interpreter_ends():
         return
     try:
         jit.compile_kernel(kernel, architecture)
@@ -120,6 +131,8 @@ def _compile(kernel: Kernel, architecture: str) -> None:
 
 
 def _forget_threads() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the parent may have held it
     _jobs.clear()
     _planner.cache_clear()
     _compilers.cache_clear()

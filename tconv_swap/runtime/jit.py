@@ -24,8 +24,16 @@ OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-option
 _lock = threading.Lock()
 #: The kernels that a thread is compiling, by the path of what is kept: other threads wait for its result.
 _being_compiled: dict[Path, Future[tuple[bytes, str]]] = {}
+
+
+def _forget_threads() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the parent may have held it
+    _being_compiled.clear()
+
+
 # The threads of the parent do not run in a forked process.
-os.register_at_fork(after_in_child=_being_compiled.clear)
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 @lru_cache(maxsize=1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tconv_swap.runtime import ahead, jit, launch
 from tconv_swap.runtime.program import Kernel, Launch, Plan
 
+ROOT = Path(__file__).parents[2]
 KERNELS = [Kernel(f"{name}.cu", name, ()) for name in ("first", "second", "third")]
 
 
@@ -128,3 +132,26 @@ def test_a_forked_process_has_threads_of_its_own(compiled: list[Kernel]) -> None
             time.sleep(0.01)
         os._exit(0 if made else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
+    """A kernel takes 0.2 s here; of the plans and kernels that are queued, only those that have begun are made."""
+    code = (
+        "import time\n"
+        "from tconv_swap.runtime import ahead, jit\n"
+        "from tconv_swap.runtime.program import Kernel, Launch, Plan\n"
+        "jit.is_kept = lambda *_: False\n"
+        "jit.compile_kernel = lambda kernel, _: (time.sleep(0.2), print(kernel.entry, flush=True))\n"
+        "kernels = [Kernel(f'{i}.cu', str(i), ()) for i in range(200)]\n"
+        "plan = Plan('', '', (), tuple(Launch(kernel, 1, 32, ()) for kernel in kernels))\n"
+        "ahead.begin('first', lambda: [plan], 'sm_90a')\n"
+        "ahead.begin('second', lambda: [time.sleep(0.3)] and [plan], 'sm_90a', niceness=ahead.LATER)\n"
+        "ahead.begin('third', lambda: print('planned the third'), 'sm_90a')\n"
+        "time.sleep(0.25)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert "planned the third" not in done.stdout
+    assert 1 <= len(done.stdout.split()) < 100
+    assert not done.stderr
