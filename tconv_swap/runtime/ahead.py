@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,7 +25,7 @@ logger = logging.getLogger("tconv_swap")
 #: again.
 MakePlans: TypeAlias = Callable[[], Iterable[Plan]]
 
-#: The niceness of the threads that compile what is needed soon, and what may be needed later.
+#: What is added to the niceness of the threads that compile what is needed soon, and what may be needed later.
 SOON, LATER = 5, 15
 #: Which part of the cores they use. NVRTC gains little from more: on 16 cores 27 kernels took 13.3 s in one thread, 4.7
 #: in 4 and 3.7 in 16, and one kernel took 1.1 s alone, 1.4 beside 4 such threads and 2.3 beside 15.
@@ -50,7 +51,9 @@ def _compilers(niceness: int) -> ThreadPoolExecutor:
 def _be_nice(niceness: int) -> None:
     """Leaves the cores to other threads, where the system has a priority for each thread."""
     with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, before + niceness))
 
 
 def preload() -> None:
@@ -90,6 +93,9 @@ def begin(
         finally:
             with _lock:
                 _jobs.pop(key, None)
+        if niceness == LATER:
+            # The ranks of a distributed run begin together: each first compiles what another one does not.
+            random.Random(os.getpid()).shuffle(missing)
         for kernel in missing:
             with suppress(RuntimeError):  # the interpreter ends
                 _compilers(niceness).submit(_compile, kernel, architecture)
