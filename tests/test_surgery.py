@@ -13,7 +13,7 @@ import torch
 from surgery_models import NAMES, Net, images, swapped_names, up
 from torch import nn
 
-from tconv_swap import op
+from tconv_swap import op, surgery
 from tconv_swap.surgery import plan_swap, swap_layers, unswap_layers
 
 pytestmark = pytest.mark.filterwarnings("error::tconv_swap.surgery.SwapWarning")  # a test expects its own
@@ -47,6 +47,17 @@ def test_root_and_wrappers(make: Callable[[], nn.Module]) -> None:
     assert len(swapped_names(model)) == 1
     unswap_layers(model)
     assert not swapped_names(model)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_where_there_is_a_gpu_the_first_call_is_prepared_for(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(surgery.ahead, "preload", lambda: loaded.append(1))
+    swap_layers(nn.ConvTranspose2d(4, 2, 2))
+    assert len(loaded) == has_gpu
 
 
 def test_changes_nothing_but_the_class() -> None:

@@ -129,7 +129,7 @@ def plan_call(
             compiled |= launch.load_kernels(step.plan, input.device, architecture)
         words += _step_words(step, input, tensors, formats)
     if compiled:
-        ahead.begin((kind, backend), _plans_of_other_sizes(kind, backend), architecture, niceness=ahead.LATER)
+        ahead.begin_others((kind, backend), _plans_of_other_sizes(kind, backend), architecture)
     return words
 
 

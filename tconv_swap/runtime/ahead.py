@@ -100,12 +100,18 @@ def begin(
             with suppress(RuntimeError):  # the interpreter ends
                 _compilers(niceness).submit(_compile, kernel, architecture)
         if missing and make_others is not None:
-            begin((key, "others"), make_others, architecture, niceness=LATER)
+            begin_others(key, make_others, architecture)
 
     jit.sources_digest()  # otherwise both threads would read the sources
     with _lock, suppress(RuntimeError):  # the interpreter ends
         if key not in _jobs:
             _jobs[key] = _planner().submit(job)
+
+
+def begin_others(key: Hashable, make_others: MakePlans, architecture: str) -> None:
+    """Makes plans that may be needed later than those of ``key``, and compiles their kernels the same way, with less
+    priority."""
+    begin((key, "others"), make_others, architecture, niceness=LATER)
 
 
 def settle(key: Hashable) -> None:

@@ -85,6 +85,22 @@ def test_the_cache_is_bounded(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -
     assert launch.count_plans() > most // 4
 
 
+def test_the_backward_pass_is_planned_with_the_forward_pass(
+    gpu: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, x, planned = norm(), image().requires_grad_(), []
+    planner = kernels.planned
+    monkeypatch.setattr(kernels, "planned", lambda *given: (planned.append(planner(*given)), planned[-1])[1])
+    output = ours(made, x)
+    (make_plans,) = gpu.begun
+    output.sum().backward()
+    backward = planned[-1]
+    assert [one.kernels_digest for one in make_plans()] == [backward.kernels_digest]
+    with torch.no_grad():
+        ours(made, image(3, 4, 3, 3))
+    assert len(gpu.begun) == 1
+
+
 # What is left to PyTorch's modules
 
 

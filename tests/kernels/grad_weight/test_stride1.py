@@ -90,6 +90,7 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
     # In 16 bits not where its best tile holds only half of the input channels.
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "stride1"
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16)) != "stride1"
+    assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
     # Few output channels, and far less work than theirs.
     small = Geometry(1, 256, 264, 200, 17, (3, 3), padding=(1, 1))
     assert family(problem(small)) == "stride1"

@@ -1,0 +1,105 @@
+"""What is kept of planning on disk: a new process plans without a search, and the same. No GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import pkgutil
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from size_cases import H200
+
+from tconv_swap import kernels
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.layer_sizes import usual_sizes
+from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.runtime import disk_cache
+
+SUITE = {layer.name: layer for layer in load_suite().layers}
+#: Together they have kernels of every family that searches.
+LAYERS = ("kb57", "kb75", "dcgan3", "dcgan5", "cyclegan2", "unet1", "maskrcnn", "centernet_dw", "hifigan_up1")
+MODES = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float16, "ieee"))
+
+
+def kept_functions() -> Iterator[Any]:
+    """Yields the functions of planning whose results are kept on disk."""
+    found = {}
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for value in vars(importlib.import_module(info.name)).values():
+            if isinstance(value, functools._lru_cache_wrapper) and hasattr(value.__wrapped__, "__wrapped__"):
+                found[id(value)] = value
+    yield from found.values()
+
+
+def forget() -> None:
+    """Forgets what is in memory, as a new process does."""
+    plan.plan_backward.cache_clear()
+    for function in kept_functions():
+        function.cache_clear()
+
+
+def digests(layers: tuple[str, ...]) -> list[str]:
+    found = []
+    for name, (dtype, precision), last in itertools.product(layers, MODES, (False, True)):
+        layer = SUITE[name]
+        problem = plan.Problem(layer.geometry, dtype, precision, last, last)
+        found.append(plan.plan_forward(problem, layer.bias, H200).digest)
+        for mask in ((True, False, False), (False, True, False), (True, True, layer.bias)):
+            found.append(plan.plan_backward(problem, mask, H200).digest)
+    return found
+
+
+def test_a_new_process_plans_the_same_without_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "cache_directory", lambda: tmp_path)
+    forget()
+    searched = digests(LAYERS)
+    on_disk = {path.name.rpartition("-")[0] for path in (tmp_path / "plans").iterdir()}
+    assert on_disk == {
+        f"{one.__module__}.{one.__name__}".removeprefix("tconv_swap.kernels.") for one in kept_functions()
+    }
+    forget()
+    monkeypatch.setattr(disk_cache, "write_atomically", lambda path, content: pytest.fail(f"searches {path}"))
+    assert digests(LAYERS) == searched
+    forget()
+
+
+def sizes_of(layer: Layer, count: int) -> Iterator[Geometry]:
+    rng, g = random.Random(layer.name), layer.geometry
+    one_row = g.kernel[0] == g.stride[0] == 1
+    for _ in range(count):
+        height, width = (1, rng.randint(2, 4000)) if one_row else (rng.randint(2, 200), rng.randint(2, 200))
+        size = replace(g, batch=rng.choice((1, 2, 4, 16, 37, 100)), height=height, width=width)
+        if min(size.out_height, size.out_width) > 0 and size.elements <= 1 << 28:
+            yield size
+
+
+def test_few_sizes_need_a_kernel_that_no_usual_size_has() -> None:
+    """In the background a new layer is planned for the usual sizes."""
+    known = other = 0
+    for name in LAYERS:
+        layer = SUITE[name]
+        problem = plan.Problem(layer.geometry, torch.float32, "tf32", False, False)
+
+        def kernels_of(size: Geometry, problem: plan.Problem = problem, bias: bool = layer.bias) -> set[Any]:
+            posed = replace(problem, geometry=size)
+            plans = (
+                plan.plan_forward(posed, bias, H200),
+                plan.plan_backward(posed, (True, True, bias), H200),
+            )
+            return {one.kernel for made in plans for one in made.launches}
+
+        usual = set().union(*map(kernels_of, usual_sizes(layer.geometry)))
+        needed = [kernels_of(size) <= usual for size in sizes_of(layer, 15)]
+        known, other = known + sum(needed), other + len(needed) - sum(needed)
+    assert known + other > 90
+    assert known >= 0.9 * (known + other)
