@@ -12,7 +12,7 @@ from size_cases import H200
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.padded_channels import MIN_CHANNELS, padded_channels
+from tconv_swap.kernels.common.padded_channels import MIN_CHANNELS, Rows, padded_channels, reading_copies
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.problem import Problem
@@ -81,6 +81,16 @@ def test_copies_have_whole_pieces_of_the_tensors(layer: Geometry) -> None:
         for (rows, width, padded, *_), shape in zip(copies(made.launches[:2]), shapes, strict=True):
             assert rows * width == torch.Size(shape).numel()
             assert padded * channels == width * wide
+
+
+def test_the_launch_after_the_copies_waits_for_them() -> None:
+    made = forward_of(LAYERS[0])
+    *_, last = made.launches
+    overlapping = replace(last, overlaps_previous=True)
+    found = reading_copies((overlapping, overlapping), 0, (Rows(0, 4, 33, 40),), torch.float16)
+    assert found is not None
+    (pad, first, second), _ = found
+    assert [one.overlaps_previous for one in (pad, first, second)] == [False, False, True]
 
 
 def test_other_problems_are_read_as_they_are() -> None:
