@@ -29,20 +29,24 @@ LAYERS = ("kb57", "kb75", "dcgan3", "dcgan5", "cyclegan2", "unet1", "maskrcnn", 
 MODES = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float16, "ieee"))
 
 
-def kept_functions() -> Iterator[Any]:
-    """Yields the functions of planning whose results are kept on disk."""
-    found = {}
-    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        for value in vars(importlib.import_module(info.name)).values():
-            if isinstance(value, functools._lru_cache_wrapper) and hasattr(value.__wrapped__, "__wrapped__"):
-                found[id(value)] = value
-    yield from found.values()
+def remembering() -> list[Any]:
+    """Returns the functions of planning whose results are kept in memory."""
+    modules = [
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    ]
+    values = (value for module in modules for value in vars(module).values())
+    return list({id(one): one for one in values if isinstance(one, functools._lru_cache_wrapper)}.values())
+
+
+def kept_functions() -> list[Any]:
+    """Returns those of them whose results are kept on disk, too."""
+    return [one for one in remembering() if hasattr(one.__wrapped__, "__wrapped__")]
 
 
 def forget() -> None:
     """Forgets what is in memory, as a new process does."""
-    plan.plan_backward.cache_clear()
-    for function in kept_functions():
+    for function in remembering():
         function.cache_clear()
 
 
