@@ -3,8 +3,9 @@
 ``--dump FILE``, in the tree before and in the tree after the change, keeps what "auto" takes for the suite and for
 random layers. It needs no GPU. ``--time BEFORE AFTER``, in the tree after, times on a GPU the stages whose plans
 differ, before and after in turn, beside PyTorch's operator, and compares the results with float64. Both plans run on
-the kernels of this tree, so a change of kernel code is not seen. Exit codes: 0 nothing is slower, 1 a stage is slower
-by more than a tenth or failed (it is listed), 2 usage, or no GPU.
+the kernels of this tree, so a change of kernel code is not seen, constants that this tree's code does not name make no
+difference, and a plan of a kernel that this tree lacks is only listed. Exit codes: 0 nothing is slower, 1 a stage is
+slower by more than a tenth or failed (it is listed), 2 usage, or no GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,8 +38,8 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS, MODES
 from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime import jit
-from tconv_swap.runtime.cache import write_atomically
-from tconv_swap.runtime.program import Plan
+from tconv_swap.runtime.cache import csrc_directory, write_atomically
+from tconv_swap.runtime.program import Launch, Plan
 
 BEFORE, AFTER = "before", "after"
 SUITE = "suite"
@@ -83,12 +85,42 @@ def _plans(
                     yield Stage(drawn, layer, mode, layout, name), (problem, step.plan)
 
 
+@lru_cache(maxsize=256)
+def _names_in(source: str) -> frozenset[str]:
+    """Returns every word of a file of kernels and of the headers that it includes; none if this tree lacks it."""
+    path = csrc_directory() / "kernels" / source
+    if not path.is_file():
+        return frozenset()
+    text = path.read_text(encoding="utf-8")
+    headers = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    return frozenset(re.findall(r"\w+", text)).union(*map(_names_in, headers))
+
+
+def can_run(plan: Plan | None) -> bool:
+    """Returns whether this tree has the kernels of a plan."""
+    return plan is None or all(_names_in(launch.kernel.source) for launch in plan.launches)
+
+
+def _with_used_constants(plan: Plan) -> Plan:
+    """Returns the plan without the constants of kernels that their code does not name."""
+
+    def used(launch: Launch) -> Launch:
+        kernel = launch.kernel
+        names = _names_in(kernel.source)
+        constants = tuple(constant for constant in kernel.constants if constant[0] in names)
+        return replace(launch, kernel=replace(kernel, constants=constants))
+
+    return replace(plan, launches=tuple(map(used, plan.launches)))
+
+
 def changed(before: Plans, after: Plans) -> dict[Stage, Prepared]:
-    """Returns the stages whose plans differ, with both plans."""
+    """Returns the stages whose plans differ and can run, with both plans."""
     found = {}
     for stage in before.keys() & after.keys():
-        problem, old = before[stage]
-        _, new = after[stage]
+        (problem, old), (_, new) = before[stage], after[stage]
+        if not can_run(old):
+            continue
+        old, new = (one and _with_used_constants(one) for one in (old, new))
         if (old and old.digest) == (new and new.digest):
             continue
         plans = {name: made for name, made in ((BEFORE, old), (AFTER, new)) if made is not None}
@@ -185,7 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     before, after = (pickle.loads(path.read_bytes()) for path in options.time)
     stages = changed(before, after)
+    gone = [stage for stage in before.keys() & after.keys() if not can_run(before[stage][1])]
     print(f"{len(stages)} of {len(after)} stages have another plan", flush=True)
+    for stage in gone:
+        key = f"{stage.drawn} {stage.layer.name} {stage.mode} {stage.layout} {stage.stage}"
+        print(f"not timed, the kernel before is gone: {key}")
     facts = current_gpu()
     if facts is None:
         print("torch.cuda.is_available() is False: no GPU", file=sys.stderr)

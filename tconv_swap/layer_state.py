@@ -11,6 +11,7 @@ from tconv_swap import flops
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.dispatch import is_plain_call
+from tconv_swap.geometry import Geometry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,6 +39,29 @@ class LayerState(nn.Module):
     def tconv_operands(self, *args: Any, **kwargs: Any) -> Operands:
         """Returns the arguments, without the backend, with which ``forward`` calls ``tconv_swap.conv_transpose2d``."""
         raise NotImplementedError
+
+    def tconv_geometry(self) -> Geometry:
+        """Returns the layer's geometry for a map of one pixel; a 1-D layer is computed as a 2-D one of height 1."""
+        given: Any = self
+        kernel, stride, padding, output_padding, dilation = (
+            (first, *sizes)[-2:]
+            for first, sizes in (
+                (1, given.kernel_size),
+                (1, given.stride),
+                (0, given.padding),
+                (0, given.output_padding),
+                (1, given.dilation),
+            )
+        )
+        return Geometry(
+            *(1, given.in_channels, 1, 1, given.out_channels, kernel),
+            *(stride, padding, output_padding, dilation, given.groups),
+        )
+
+    def tconv_has_bias(self) -> bool:
+        """Returns whether the layer has a bias. The parameters of a parametrized layer have other names; they are not
+        read, which might compute them."""
+        return any("bias" in name.split(".") for name, _ in self.named_parameters())
 
     def tconv_forget(self) -> None:
         """Removes the attributes that PyTorch's layer does not have."""

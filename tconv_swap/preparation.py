@@ -20,7 +20,6 @@ from tconv_swap.blocks.form import activation_of
 from tconv_swap.blocks.modules import evaluated_together
 from tconv_swap.cuda import call, first_use
 from tconv_swap.cuda.choice import FORWARD, Mask, backward_units
-from tconv_swap.geometry import Geometry
 from tconv_swap.inputs import Inputs
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
@@ -189,30 +188,20 @@ def _usual_calls(model: nn.Module) -> Iterator[OperatorCall]:
         given: Any = layer
         if not isinstance(layer, LayerState) or given.padding_mode != "zeros":
             continue
-        parameters = dict(layer.named_parameters())
-        dtype = next((one.dtype for one in parameters.values()), torch.get_default_dtype())
-        is_1d = isinstance(layer, ConvTranspose1d)
-        kernel, stride, padding, output_padding, dilation = (
-            (first, *sizes) if is_1d else sizes
-            for first, sizes in (
-                (1, given.kernel_size),
-                (1, given.stride),
-                (0, given.padding),
-                (0, given.output_padding),
-                (1, given.dilation),
-            )
-        )
-        weight = empty_form((given.in_channels, given.out_channels // given.groups, *kernel), dtype)
-        # The parameters of a parametrized layer have other names. They are not read, which might compute them.
-        has_bias = any("bias" in name.split(".") for name in parameters)
-        bias = empty_form((given.out_channels,), dtype) if has_bias else None
-        of_layer = Geometry(
-            *(1, given.in_channels, 1, 1, given.out_channels, kernel),
-            *(stride, padding, output_padding, dilation, given.groups),
+        dtype = next((one.dtype for one in layer.parameters()), torch.get_default_dtype())
+        of_layer = layer.tconv_geometry()
+        weight = empty_form(of_layer.weight_shape, dtype)
+        bias = empty_form((of_layer.out_channels,), dtype) if layer.tconv_has_bias() else None
+        arguments = (
+            of_layer.stride,
+            of_layer.padding,
+            of_layer.output_padding,
+            of_layer.groups,
+            of_layer.dilation,
         )
         for size in usual_sizes(of_layer):
             input = empty_form(size.input_shape, dtype)
-            operands = (input, weight, bias, stride, padding, output_padding, given.groups, dilation)
+            operands = (input, weight, bias, *arguments)
             yield OperatorCall(layer, name, tuple(input.shape), input.device, operands, dtype)
 
 

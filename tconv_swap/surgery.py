@@ -21,7 +21,8 @@ from tconv_swap.blocks.finding import BlockPlan, Found, find
 from tconv_swap.blocks.modules import CHOICES, Fuse
 from tconv_swap.blocks.modules import original_class as before_fusing
 from tconv_swap.computed import deep_copy
-from tconv_swap.cuda.choice import Backend, check_backend
+from tconv_swap.cuda.choice import NATIVE, Backend, check_backend
+from tconv_swap.cuda.expected import ExpectedLayer, expect
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
 from tconv_swap.layer_description import count_parameters, describe_layer
 from tconv_swap.layer_state import LayerState
@@ -221,6 +222,11 @@ def swap_layers(
     flops.register()
     if torch.cuda.is_available():
         ahead.preload()
+        expect(
+            ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias())
+            for layer in (modules[one.names[0]] for one in plan.swapped)
+            if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE
+        )
     return target
 
 

@@ -69,6 +69,8 @@ STATE = {
     "graph._bias_is_cast": "a context variable: PyTorch calls the op between, which has no argument for it",
     "cuda.call.observers": "csrc/call.cpp calls from any thread; `recording` adds and removes",
     "cuda.call._library": "PyTorch's registry of operators",
+    "cuda.expected._lock": "guards the layers that the networks of this process will call",
+    "cuda.expected._layers": "the same",
     "cuda.first_use.measures": "`tuning`, which is above the kernels, sets the function that measures",
     "cuda.first_use._lock": "only one thread times at a time",
     "cuda.first_use._untimed": "problems that could not be timed in this process, and are not tried for every size",

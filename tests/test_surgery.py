@@ -14,6 +14,8 @@ from surgery_models import NAMES, Net, images, swapped_names, up
 from torch import nn
 
 from tconv_swap import op, surgery
+from tconv_swap.cuda import expected
+from tconv_swap.geometry import Geometry
 from tconv_swap.surgery import plan_swap, swap_layers, unswap_layers
 
 pytestmark = pytest.mark.filterwarnings("error::tconv_swap.surgery.SwapWarning")  # a test expects its own
@@ -56,8 +58,19 @@ def test_where_there_is_a_gpu_the_first_call_is_prepared_for(
     loaded: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(surgery.ahead, "preload", lambda: loaded.append(1))
-    swap_layers(nn.ConvTranspose2d(4, 2, 2))
+    monkeypatch.setattr(expected, "_layers", {})
+    swap_layers(
+        nn.Sequential(nn.ConvTranspose2d(4, 2, 2), nn.ConvTranspose1d(2, 6, 4, 2, 1, bias=False)),
+        include_1d=True,
+    )
     assert len(loaded) == has_gpu
+    of_layers = [
+        expected.ExpectedLayer(Geometry(1, 4, 1, 1, 2, (2, 2)), True),
+        expected.ExpectedLayer(Geometry(1, 2, 1, 1, 6, (1, 4), (1, 2), (0, 1)), False),
+    ]
+    assert list(expected._layers) == (of_layers if has_gpu else [])
+    swap_layers(nn.ConvTranspose2d(3, 2, 2), backend="native")
+    assert len(expected._layers) == 2 * has_gpu
 
 
 def test_changes_nothing_but_the_class() -> None:

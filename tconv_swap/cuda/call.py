@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, first_use
+from tconv_swap.cuda import choice, expected, first_use
 from tconv_swap.cuda.choice import Mask, Step
+from tconv_swap.cuda.expected import ExpectedLayer
 from tconv_swap.geometry import Arguments, from_list
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
@@ -111,16 +112,16 @@ def plan_call(
         assert input is not None
         assert weight is not None
         problem = problem_of(input, weight, bias, arguments)
-        steps = (step_for(input, weight, bias, arguments, backend),)
+        kind = CallKind(problem, choice.FORWARD, bias is not None, input.get_device())
+        ahead.settle((kind, backend))
+        steps = (_forward_step(problem, kind.has_bias, kind.device, backend),)
         formats = _forward_formats(problem, tensors)
         gradients = _kind_of_gradients(problem, (True, True, bias is not None), input.get_device())
         is_pytorchs = steps[0].plan is None and all(
             step.plan is None
             for step in _gradient_steps(gradients.problem, gradients.mask, gradients.device, backend, "known")
         )
-        kind = CallKind(problem, choice.FORWARD, bias is not None, input.get_device())
-        if any(later):
-            _plan_ahead(_kind_of_gradients(problem, tuple(later), input.get_device()), backend)
+        _plan_what_follows(kind, tuple(later), backend)
     _notify(kind, backend)
     words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
     architecture, compiled = device_facts(input.get_device()).architecture, False
@@ -288,8 +289,25 @@ def _kind_of_gradients(problem: plan.Problem, mask: Mask, index: int) -> CallKin
     return CallKind(plan.with_weight_layout(problem, problem.channels_last), mask, False, index)
 
 
+def _plan_what_follows(kind: CallKind, later: Mask, backend: str) -> None:
+    """Plans and compiles in the background what is probably called behind a forward pass: the layers behind it, and the
+    gradients of all of them."""
+    followers = [
+        kind._replace(problem=replace(kind.problem, geometry=layer.geometry), has_bias=layer.has_bias)
+        for layer in expected.followers(ExpectedLayer(kind.problem.geometry, kind.has_bias))
+    ]
+    for follower in followers:
+        _plan_ahead(follower, backend)
+    if not any(later):
+        return
+    _plan_ahead(_kind_of_gradients(kind.problem, later, kind.device), backend)
+    for follower in followers:
+        mask = True, later[1], later[1] and follower.has_bias
+        _plan_ahead(_kind_of_gradients(follower.problem, mask, follower.device), backend)
+
+
 def _plan_ahead(kind: CallKind, backend: str) -> None:
-    """Plans and compiles gradients in the background."""
+    """Plans a kind of call and compiles its kernels in the background."""
     architecture = device_facts(kind.device).architecture
     others = _plans_of_other_sizes(kind, backend)
     ahead.begin((kind, backend), lambda: _plans_of(kind, backend), architecture, others)

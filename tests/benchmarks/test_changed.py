@@ -72,6 +72,43 @@ def test_only_stages_with_another_plan_are_timed(plans: changed.Plans) -> None:
     assert (stage.mode, stage.layout, stage.stage) == ("fp16", "nchw", "forward")
 
 
+def with_kernel(plans: changed.Plans, **other: object) -> changed.Plans:
+    """Returns the plans with kernels of which a field is another."""
+
+    def launches(made: plan.Plan) -> tuple[plan.Launch, ...]:
+        return tuple(replace(one, kernel=replace(one.kernel, **other)) for one in made.launches)  # type: ignore[arg-type]
+
+    return {
+        key: (problem, made and replace(made, launches=launches(made)))
+        for key, (problem, made) in plans.items()
+    }
+
+
+def test_a_constant_that_no_code_names_makes_no_difference(plans: changed.Plans) -> None:
+    assert changed.changed(with_kernel(plans, constants=(("NO_CODE_NAMES_IT", 3),)), plans)
+    named = {
+        key: (problem, made and replace(made, launches=tuple(map(_with_unnamed_constant, made.launches))))
+        for key, (problem, made) in plans.items()
+    }
+    assert changed.changed(named, plans) == {}
+
+
+def _with_unnamed_constant(launch: plan.Launch) -> plan.Launch:
+    constants = (*launch.kernel.constants, ("NO_CODE_NAMES_IT", 3))
+    return replace(launch, kernel=replace(launch.kernel, constants=constants))
+
+
+def test_a_plan_of_a_kernel_that_is_gone_is_listed(
+    plans: changed.Plans, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = with_kernel(plans, source="forward/gone.cu")
+    assert changed.changed(before, plans) == {}
+    for name, those in (("before", before), ("after", plans)):
+        (tmp_path / name).write_bytes(pickle.dumps(those))
+    changed.main(["--time", str(tmp_path / "before"), str(tmp_path / "after")])
+    assert "not timed, the kernel before is gone: 7 small fp16 nchw forward" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("native", [False, True])
 def test_changes_on_a_pretended_gpu(
     native: bool, plans: changed.Plans, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,8 +21,8 @@ from pretended_gpu import (
 )
 from torch import Tensor
 
-from tconv_swap.cuda import call
-from tconv_swap.geometry import as_list
+from tconv_swap.cuda import call, expected
+from tconv_swap.geometry import Geometry, as_list
 from tconv_swap.kernels.common.layer_sizes import usual_sizes
 from tconv_swap.measurement.modes import MODES
 
@@ -80,6 +81,24 @@ def test_a_new_layer_is_planned_for_other_sizes(gpu: GPU, monkeypatch: pytest.Mo
     assert len(gpu.begun) == 3
     gpu.compiles = False
     gpu.differentiable(x[:1], w.detach(), b)
+    assert len(gpu.begun) == 3
+
+
+def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU) -> None:
+    x, w, b = operands()
+    shape = dict(batch=x.shape[0], in_channels=x.shape[1], height=1, width=1, out_channels=w.shape[1])
+    of_layer = Geometry(**shape, kernel=(4, 4), stride=(2, 2), padding=(1, 1))
+    behind = replace(of_layer, in_channels=of_layer.out_channels, out_channels=24)
+    expected.expect([expected.ExpectedLayer(behind, has_bias=False)])
+    y = gpu.differentiable(x, w.requires_grad_(), b)
+    forward_behind, gradients, gradients_behind = ([*make_plans()] for make_plans in gpu.begun)
+    assert [one.outputs[0].shape for one in forward_behind] == [
+        (y.shape[0], 24, 2 * y.shape[2], 2 * y.shape[3])
+    ]
+    assert [one.shape for made in gradients for one in made.outputs] == [w.shape]
+    shapes = {one.shape for made in gradients_behind for one in made.outputs}
+    assert shapes == {y.shape, (y.shape[1], 24, 4, 4)}
+    gpu.differentiable(x, w, b)
     assert len(gpu.begun) == 3
 
 

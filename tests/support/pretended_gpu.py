@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tconv_swap.cuda import call, tuned
+from tconv_swap.cuda import call, expected, tuned
 from tconv_swap.geometry import as_list
 from tconv_swap.kernels import plan
 from tconv_swap.runtime import ahead, host, launch, program
@@ -162,6 +162,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
     monkeypatch.setattr(tuned, "winners", lambda index: tuned.NONE)
     monkeypatch.setattr(launch, "add_plan", gpu.add_plan)
     monkeypatch.setattr(launch, "load_kernels", lambda *_: gpu.compiles)
+    monkeypatch.setattr(expected, "_layers", {})
     monkeypatch.setattr(ahead, "begin", lambda key, make_plans, *_, **__: gpu.begun.append(make_plans))
     call.forget()
     with torch.library._scoped_library("tconv_swap", "IMPL") as ops:
