@@ -35,7 +35,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.common.cast import plan_cast
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
-from tconv_swap.runtime import launch
+from tconv_swap.runtime import host, launch
 from tconv_swap.runtime.cache import csrc_directory
 from tconv_swap.runtime.program import Output, Part, Plan
 from tconv_swap.tuning import MAX_ERROR
@@ -184,7 +184,9 @@ def _of_parts(problem: plan.Problem, mask: Mask, parts: Sequence[Part]) -> Plan:
 
 
 def prepare(path: Path, device: plan.Device, each: int) -> int:
-    """Plans and compiles on all cores, since a sanitizer slows down one process; returns the number of kernels."""
+    """Plans and compiles on all cores, and builds the host part, since a sanitizer slows down one process; returns the
+    number of kernels."""
+    host.build()
     # Spawned, because a forked process must not touch CUDA.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         found = _first(pool.map(_of_geometry, GEOMETRIES, repeat(device)), each)
@@ -280,6 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.share:
         first, shares = options.share
         found = found[first::shares]
+        # Each process would have a thread for each core, and threads that wait for one another would spin.
+        torch.set_num_threads(1)
     for case in found:
         if options.list:
             print(case, flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tconv_swap.cuda import call
+from tconv_swap.cuda import call, expected
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
@@ -79,9 +79,11 @@ def _plans_are_not_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _other_sizes_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests have more layers than any network, and none needs the kernels of sizes that it does not have."""
-    monkeypatch.setattr(call, "usual_sizes", lambda layer: [])
+def _guesses_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests have more layers than any network, and none needs the kernels of sizes that it does not have, or of
+    layers that it does not call."""
+    monkeypatch.setattr(call, "other_sizes", lambda layer: [])
+    monkeypatch.setattr(expected, "followers", lambda called: [])
 
 
 @pytest.fixture(autouse=True, scope="module")

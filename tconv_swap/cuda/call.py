@@ -22,7 +22,7 @@ from tconv_swap.cuda.expected import ExpectedLayer
 from tconv_swap.geometry import Arguments, from_list
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
-from tconv_swap.kernels.common.layer_sizes import usual_sizes
+from tconv_swap.kernels.common.layer_sizes import other_sizes
 from tconv_swap.runtime import ahead, launch, nvrtc
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import Output, Plan
@@ -121,7 +121,7 @@ def plan_call(
             step.plan is None
             for step in _gradient_steps(gradients.problem, gradients.mask, gradients.device, backend, "known")
         )
-        _plan_what_follows(kind, tuple(later), backend)
+        _plan_what_follows(kind, steps[0].plan, tuple(later), backend)
     _notify(kind, backend)
     words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
     architecture, compiled = device_facts(input.get_device()).architecture, False
@@ -289,12 +289,14 @@ def _kind_of_gradients(problem: plan.Problem, mask: Mask, index: int) -> CallKin
     return CallKind(plan.with_weight_layout(problem, problem.channels_last), mask, False, index)
 
 
-def _plan_what_follows(kind: CallKind, later: Mask, backend: str) -> None:
-    """Plans and compiles in the background what is probably called behind a forward pass: the layers behind it, and the
-    gradients of all of them."""
+def _plan_what_follows(kind: CallKind, made: Plan | None, later: Mask, backend: str) -> None:
+    """Plans and compiles in the background what is probably called behind a forward pass by the plan ``made``: the
+    layers behind it, if it has kernels that are not loaded, and the gradients."""
+    is_new = made is not None and launch.missing_kernels(made, device_facts(kind.device).architecture)
+    called = ExpectedLayer(kind.problem.geometry, kind.has_bias)
     followers = [
         kind._replace(problem=replace(kind.problem, geometry=layer.geometry), has_bias=layer.has_bias)
-        for layer in expected.followers(ExpectedLayer(kind.problem.geometry, kind.has_bias))
+        for layer in (expected.followers(called) if is_new else ())
     ]
     for follower in followers:
         _plan_ahead(follower, backend)
@@ -323,10 +325,10 @@ def _plans_of(kind: CallKind, backend: str) -> list[Plan]:
 
 
 def _plans_of_other_sizes(kind: CallKind, backend: str) -> Callable[[], Iterator[Plan]]:
-    """Returns a function that plans a layer for the sizes that represent all: a layer has few kernels."""
+    """Returns a function that plans a layer for other sizes, the nearest first: it has few kernels."""
 
     def make_plans() -> Iterator[Plan]:
-        for geometry in usual_sizes(kind.problem.geometry):
+        for geometry in other_sizes(kind.problem.geometry):
             yield from _plans_of(kind._replace(problem=replace(kind.problem, geometry=geometry)), backend)
 
     return make_plans

@@ -1,21 +1,21 @@
-"""The layers whose first call is expected, and which of them are probably called behind another one.
+"""The layers whose calls are expected, and which of them are probably called behind another one.
 
-``swap_layers`` names the layers of a network. The first call of one of them finds those behind it, whose kernels are
-then compiled while its own are. Only the time of the first calls depends on it: a wrong guess compiles what nobody
-uses.
+``swap_layers`` names the layers of a network. A call of one of them whose kernels are not loaded finds those behind it,
+whose kernels are then compiled while its own are. Only the time of the first calls depends on it: a wrong guess
+compiles what nobody uses.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
 
-#: A process that swaps more layers than this without calling them forgets the first ones.
+#: A process that swaps more different layers than this forgets the first ones.
 MAX_LAYERS = 1024
 
 
@@ -39,28 +39,26 @@ def expect(layers: Iterable[ExpectedLayer]) -> None:
             del _layers[oldest]
 
 
-def followers(called: ExpectedLayer) -> Iterator[ExpectedLayer]:
-    """Yields the expected layers that are probably called behind this one, with the sizes that they probably get;
-    neither they nor this one are expected any longer.
+def followers(called: ExpectedLayer) -> list[ExpectedLayer]:
+    """Returns the layers that are probably called behind this one, each once, with the sizes that they probably get.
 
     In a decoder, a layer gets the map that the layer before it returns, with as many channels, or with twice as many
     where the features of an encoder stand beside it (Ronneberger et al. 2015, "U-Net").
     """
-    before = called.geometry
     with _lock:
-        _layers.pop(called._replace(geometry=replace(before, batch=1, height=1, width=1)), None)
-        found = [
-            one
-            for one in _layers
-            if one.geometry.in_channels in (before.out_channels, 2 * before.out_channels)
-        ]
-        for one in found:
-            del _layers[one]
-    for one in found:
-        of_size = replace(one.geometry, batch=before.batch, height=before.out_height, width=before.out_width)
-        follower = one._replace(geometry=of_size)
-        yield follower
-        yield from followers(follower)
+        left = dict(_layers)
+    left.pop(called._replace(geometry=replace(called.geometry, batch=1, height=1, width=1)), None)
+    chain = [called]
+    for one in chain:
+        before = one.geometry
+        channels = before.out_channels, 2 * before.out_channels
+        for layer in [other for other in left if other.geometry.in_channels in channels]:
+            del left[layer]
+            of_size = replace(
+                layer.geometry, batch=before.batch, height=before.out_height, width=before.out_width
+            )
+            chain.append(layer._replace(geometry=of_size))
+    return chain[1:]
 
 
 def _forget_threads() -> None:

@@ -6,6 +6,7 @@ Only the time of the first calls depends on it. A plan that is needed before its
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import random
@@ -14,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import lru_cache
+from itertools import count
 from typing import TypeAlias
 
 from tconv_swap.runtime import disk_cache, host, jit, launch
@@ -25,15 +27,26 @@ logger = logging.getLogger("tconv_swap")
 #: again.
 MakePlans: TypeAlias = Callable[[], Iterable[Plan]]
 
-#: What is added to the niceness of the threads that compile what is needed soon, and what may be needed later.
-SOON, LATER = 5, 15
-#: Which part of the cores they use. NVRTC gains little from more: on 16 cores 27 kernels took 13.3 s in one thread, 4.7
-#: in 4 and 3.7 in 16, and one kernel took 1.1 s alone, 1.4 beside 4 such threads and 2.3 beside 15.
-_SHARES = {SOON: 4, LATER: 8}
+#: What is needed soon is compiled before what may be needed later.
+SOON, LATER = 0, 1
+#: What is added to the niceness of the threads that compile.
+NICENESS = 10
+#: Which part of the cores they use. NVRTC gains nothing from more: on 16 cores 18 kernels took 11.4 s in one thread,
+#: 3.6 in 4, 2.2 in 8 and 2.3 in 16, and the slowest of them 1.1 s alone, 1.4 beside 3 or 7 others and 2.3 beside 15.
+SHARE = 2
+#: The ranks of a distributed run begin together. Each compiles so many kernels in an order of its own, so that it finds
+#: those of others on disk.
+_SHUFFLED = 4
 
 _lock = threading.Lock()
 #: The jobs that have not ended.
 _jobs: dict[Hashable, Future[None]] = {}
+#: The last of those that have ended, in the order of their ends: they are not begun again.
+_ended: dict[Hashable, None] = {}
+_MAX_ENDED = 4096
+#: The kernels that wait, a heap: what decides their order, then the kernel and its architecture.
+_waiting: list[tuple[tuple[int, int, float, int], Kernel, str]] = []
+_numbers = count()
 
 
 @lru_cache(maxsize=1)
@@ -42,18 +55,17 @@ def _planner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "tconv_swap-planner")
 
 
-@lru_cache(maxsize=2)
-def _compilers(niceness: int) -> ThreadPoolExecutor:
-    workers = max(1, (os.cpu_count() or 1) // _SHARES[niceness])
-    return ThreadPoolExecutor(workers, "tconv_swap-compiler", _be_nice, (niceness,))
+@lru_cache(maxsize=1)
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // SHARE), "tconv_swap-compiler", _be_nice)
 
 
-def _be_nice(niceness: int) -> None:
+def _be_nice() -> None:
     """Leaves the cores to other threads, where the system has a priority for each thread."""
     with suppress(AttributeError, OSError):
         thread = threading.get_native_id()
         before = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, before + niceness))
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, before + NICENESS))
 
 
 def preload() -> None:
@@ -70,13 +82,16 @@ def begin(
     make_plans: MakePlans,
     architecture: str,
     make_others: MakePlans | None = None,
-    niceness: int = SOON,
+    urgency: int = SOON,
 ) -> None:
-    """Makes plans in the background, and compiles those of their kernels that are neither loaded nor on disk.
+    """Makes plans in the background, unless it has done so before, and compiles those of their kernels that are neither
+    loaded nor on disk.
 
     Args:
         key: what ``settle`` is called with before the same plans are made.
+        make_plans: yields those that are needed first before the others.
         make_others: further plans, which are made the same way later if a kernel of the first ones was missing.
+        urgency: ``SOON`` or ``LATER``.
     """
 
     def job() -> None:
@@ -93,25 +108,23 @@ def begin(
         finally:
             with _lock:
                 _jobs.pop(key, None)
-        if niceness == LATER:
-            # The ranks of a distributed run begin together: each first compiles what another one does not.
-            random.Random(os.getpid()).shuffle(missing)
-        for kernel in missing:
-            with suppress(RuntimeError):  # the interpreter ends
-                _compilers(niceness).submit(_compile, kernel, architecture)
+                _ended[key] = None
+                if len(_ended) > _MAX_ENDED:
+                    del _ended[next(iter(_ended))]
+        _compile_in_background(missing, architecture, urgency)
         if missing and make_others is not None:
             begin_others(key, make_others, architecture)
 
     jit.sources_digest()  # otherwise both threads would read the sources
     with _lock, suppress(RuntimeError):  # the interpreter ends
-        if key not in _jobs:
+        if key not in _jobs and key not in _ended:
             _jobs[key] = _planner().submit(job)
 
 
 def begin_others(key: Hashable, make_others: MakePlans, architecture: str) -> None:
     """Makes plans that may be needed later than those of ``key``, and compiles their kernels the same way, with less
     priority."""
-    begin((key, "others"), make_others, architecture, niceness=LATER)
+    begin((key, "others"), make_others, architecture, urgency=LATER)
 
 
 def settle(key: Hashable) -> None:
@@ -133,7 +146,19 @@ def _interpreter_ends() -> bool:
     return False
 
 
-def _compile(kernel: Kernel, architecture: str) -> None:
+def _compile_in_background(kernels: Iterable[Kernel], architecture: str, urgency: int) -> None:
+    shuffle = random.Random(os.getpid())
+    for place, kernel in enumerate(kernels):
+        order = urgency, place // _SHUFFLED, shuffle.random(), next(_numbers)
+        with _lock:
+            heapq.heappush(_waiting, (order, kernel, architecture))
+        with suppress(RuntimeError):  # the interpreter ends
+            _compilers().submit(_compile_next)
+
+
+def _compile_next() -> None:
+    with _lock:
+        _, kernel, architecture = heapq.heappop(_waiting)
     if _interpreter_ends():
         return
     try:
@@ -146,6 +171,8 @@ def _forget_threads() -> None:
     global _lock
     _lock = threading.Lock()  # a thread of the parent may have held it
     _jobs.clear()
+    _ended.clear()
+    _waiting.clear()
     _planner.cache_clear()
     _compilers.cache_clear()
 

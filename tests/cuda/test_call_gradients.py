@@ -23,8 +23,11 @@ from torch import Tensor
 
 from tconv_swap.cuda import call, expected
 from tconv_swap.geometry import Geometry, as_list
-from tconv_swap.kernels.common.layer_sizes import usual_sizes
+from tconv_swap.kernels.common.layer_sizes import other_sizes
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime import launch
+
+FOLLOWERS = expected.followers
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_gradients_that_are_wanted_are_planned_with_the_forward_pass(
 
 def test_a_new_layer_is_planned_for_other_sizes(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has few kernels, which are compiled before another size needs them."""
-    monkeypatch.setattr(call, "usual_sizes", usual_sizes)
+    monkeypatch.setattr(call, "other_sizes", other_sizes)
     gpu.compiles = True
     x, w, b = operands()
     y = gpu.differentiable(x, w.requires_grad_(), b)
@@ -84,7 +87,8 @@ def test_a_new_layer_is_planned_for_other_sizes(gpu: GPU, monkeypatch: pytest.Mo
     assert len(gpu.begun) == 3
 
 
-def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU) -> None:
+def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "followers", FOLLOWERS)
     x, w, b = operands()
     shape = dict(batch=x.shape[0], in_channels=x.shape[1], height=1, width=1, out_channels=w.shape[1])
     of_layer = Geometry(**shape, kernel=(4, 4), stride=(2, 2), padding=(1, 1))
@@ -98,8 +102,9 @@ def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU) -> None:
     assert [one.shape for made in gradients for one in made.outputs] == [w.shape]
     shapes = {one.shape for made in gradients_behind for one in made.outputs}
     assert shapes == {y.shape, (y.shape[1], 24, 4, 4)}
-    gpu.differentiable(x, w, b)
-    assert len(gpu.begun) == 3
+    monkeypatch.setattr(launch, "missing_kernels", lambda made, architecture: [])
+    gpu.differentiable(x[:1], w, b)  # whose kernels are loaded
+    assert len(gpu.begun) == 4
 
 
 def test_no_gradients_are_planned_where_none_are_wanted(gpu: GPU) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import math
 import pkgutil
 import random
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from size_cases import H200
 from tconv_swap import kernels
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.common.layer_sizes import usual_sizes
+from tconv_swap.kernels.common.layer_sizes import other_sizes, usual_sizes
 from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime import disk_cache
 
@@ -107,3 +108,30 @@ def test_few_sizes_need_a_kernel_that_no_usual_size_has() -> None:
         known, other = known + sum(needed), other + len(needed) - sum(needed)
     assert known + other > 90
     assert known >= 0.9 * (known + other)
+
+
+def test_other_sizes_begin_with_those_beside_a_size() -> None:
+    size = SUITE["unet1"].geometry
+    found = other_sizes(size)
+    changes = [
+        (one.batch / size.batch, one.height / size.height, one.width / size.width) for one in found[:8]
+    ]
+    assert changes == [
+        *((0.5, 1, 1), (1, 0.5, 1), (1, 1, 0.5), (2, 1, 1), (1, 2, 1), (1, 1, 2)),
+        *((1, 0.5, 0.5), (1, 2, 2)),
+    ]
+    assert set(usual_sizes(size)) <= set(found)
+    assert len(found) == len(set(found))
+    factors = [
+        abs(math.log2(one.batch / size.batch))
+        + abs(math.log2(one.height * one.width / size.height / size.width))
+        for one in found[8:]
+    ]
+    assert factors == sorted(factors)
+
+
+def test_other_sizes_of_one_pixel_have_an_output() -> None:
+    pixel = Geometry(1, 8, 1, 1, 8, (2, 2), (2, 2), (1, 1))
+    found = other_sizes(pixel)
+    assert found
+    assert all(min(*one.output_shape) > 0 for one in found)

@@ -26,6 +26,7 @@ def plan_of(*kernels: Kernel) -> Plan:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
     found: list[Kernel] = []
+    monkeypatch.setattr(ahead, "_ended", {})
     monkeypatch.setattr(jit, "compile_kernel", lambda kernel, architecture: found.append(kernel))
     monkeypatch.setattr(jit, "is_kept", lambda kernel, architecture: kernel in found)
     yield found
@@ -36,8 +37,7 @@ def settled() -> None:
     """Waits until nothing runs in the background."""
     for _ in range(2):  # a job may begin another one
         ahead._planner().submit(int).result()
-    for niceness in (ahead.SOON, ahead.LATER):
-        ahead._compilers(niceness).shutdown()
+    ahead._compilers().shutdown()
     ahead._compilers.cache_clear()
 
 
@@ -52,8 +52,8 @@ def test_each_kernel_that_is_not_loaded_is_compiled_once(
 
 
 def test_other_plans_are_made_if_a_kernel_was_missing(compiled: list[Kernel]) -> None:
-    for _ in range(2):
-        ahead.begin("a layer", lambda: [plan_of(KERNELS[0])], "sm_90a", lambda: [plan_of(*KERNELS)])
+    for layer in range(2):
+        ahead.begin(layer, lambda: [plan_of(KERNELS[0])], "sm_90a", lambda: [plan_of(*KERNELS)])
         settled()
         assert [kernel.entry for kernel in compiled[:1]] == ["first"]
         assert sorted(kernel.entry for kernel in compiled[1:]) == ["second", "third"]
@@ -73,21 +73,45 @@ def test_processes_that_begin_together_compile_different_kernels_first(
     orders = []
     for process in (1, 2):
         compiled.clear()
+        ahead._ended.clear()
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
-        ahead.begin("a layer", lambda: [plan_of(*kernels)], "sm_90a", niceness=ahead.LATER)
+        ahead.begin("a layer", lambda: [plan_of(*kernels)], "sm_90a")
         settled()
         orders.append(list(compiled))
     assert orders[0] != orders[1]
-    assert set(orders[0]) == set(orders[1]) == set(kernels)
+    for order in orders:
+        assert set(order) == set(kernels)
+        # Those that are needed first are still compiled first.
+        assert all(abs(order.index(kernel) - place) < ahead._SHUFFLED for place, kernel in enumerate(kernels))
 
 
 def test_threads_in_the_background_leave_the_cores_to_others(compiled: list[Kernel]) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    for niceness in (ahead.SOON, ahead.LATER):
-        nice = ahead._compilers(niceness).submit(
-            lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        )
-        assert nice.result() == min(19, own + niceness)
+    nice = ahead._compilers().submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    assert nice.result() == min(19, own + ahead.NICENESS)
+
+
+def test_what_is_needed_soon_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Kernel] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compile_kernel(kernel: Kernel, architecture: str) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        compiled.append(kernel)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(jit, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(jit, "is_kept", lambda kernel, architecture: False)
+    monkeypatch.setattr(ahead, "_ended", {})
+    ahead._compilers.cache_clear()
+    for kernel, urgency in zip(KERNELS, (ahead.LATER, ahead.LATER, ahead.SOON), strict=True):
+        ahead.begin(kernel, lambda kernel=kernel: [plan_of(kernel)], "sm_90a", urgency=urgency)
+        assert begun.wait(20)
+    ahead._planner().submit(int).result()
+    go_on.set()
+    settled()
+    assert compiled == [KERNELS[0], KERNELS[2], KERNELS[1]]
 
 
 def test_a_job_that_runs_is_waited_for_and_one_that_waits_is_cancelled(compiled: list[Kernel]) -> None:
@@ -120,7 +144,17 @@ def test_the_same_job_is_begun_once(compiled: list[Kernel]) -> None:
         ahead.begin("a layer", lambda: calls.append(1) or [], "sm_90a")  # type: ignore[func-returns-value]
     go_on.set()
     settled()
+    ahead.begin("a layer", lambda: calls.append(2) or [], "sm_90a")  # type: ignore[func-returns-value]
+    settled()
     assert calls == [1]
+
+
+def test_the_oldest_jobs_are_forgotten(compiled: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_MAX_ENDED", 3)
+    for key in range(5):
+        ahead.begin(key, list, "sm_90a")
+        settled()
+    assert list(ahead._ended) == [2, 3, 4]
 
 
 def test_a_failure_is_left_to_the_call_that_needs_the_plan(
@@ -161,7 +195,7 @@ def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
         "kernels = [Kernel(f'{i}.cu', str(i), ()) for i in range(200)]\n"
         "plan = Plan('', '', (), tuple(Launch(kernel, 1, 32, ()) for kernel in kernels))\n"
         "ahead.begin('first', lambda: [plan], 'sm_90a')\n"
-        "ahead.begin('second', lambda: [time.sleep(0.3)] and [plan], 'sm_90a', niceness=ahead.LATER)\n"
+        "ahead.begin('second', lambda: [time.sleep(0.3)] and [plan], 'sm_90a', urgency=ahead.LATER)\n"
         "ahead.begin('third', lambda: print('planned the third'), 'sm_90a')\n"
         "time.sleep(0.25)\n"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import gcd
+from math import gcd, log2
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import ONE_PIXEL, SINGLE, SIZES, SIZES_OF_ONE_ROW
@@ -44,6 +44,25 @@ def usual_sizes(layer: Geometry) -> list[Geometry]:
     odd = [replace(size, width=size.width + 1) for size in sizes]
     pixels = [replace(layer, batch=batch, height=height, width=width) for batch, height, width in ONE_PIXEL]
     return [*sizes, *odd, *(size for size in pixels if min(size.out_height, size.out_width) > 0)]
+
+
+def other_sizes(size: Geometry) -> list[Geometry]:
+    """Returns the sizes that a layer probably has beside this one: half and twice its batch, rows and columns; then the
+    usual ones, the nearest first, by factors of the batch and of the map."""
+
+    def distance(other: Geometry) -> float:
+        batch = abs(log2(other.batch / size.batch))
+        return batch + abs(log2(other.height * other.width / (size.height * size.width)))
+
+    half, twice = (
+        {name: max(1, round(factor * getattr(size, name))) for name in ("batch", "height", "width")}
+        for factor in (0.5, 2.0)
+    )
+    changes = [{name: each[name]} for each in (half, twice) for name in each]
+    changes += [{name: each[name] for name in ("height", "width")} for each in (half, twice)]
+    near = [replace(size, **change) for change in changes]
+    near = [one for one in near if min(one.out_height, one.out_width) > 0 and one.elements <= MAX_ELEMENTS]
+    return list(dict.fromkeys((*near, *sorted(usual_sizes(size), key=distance))))
 
 
 def power_of_two_dividing(n: int, limit: int) -> int:
