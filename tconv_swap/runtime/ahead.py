@@ -97,11 +97,13 @@ def begin(
     def job() -> None:
         if _interpreter_ends():
             return
+        requested: dict[Kernel, None] = {}
         try:
-            needed = dict.fromkeys(
-                kernel for made in make_plans() for kernel in launch.missing_kernels(made, architecture)
-            )
-            missing = [kernel for kernel in needed if not jit.is_kept(kernel, architecture)]
+            for made in make_plans():
+                for kernel in launch.missing_kernels(made, architecture):
+                    if kernel not in requested and not jit.is_kept(kernel, architecture):
+                        _compile_in_background(kernel, architecture, urgency, len(requested))
+                        requested[kernel] = None
         except Exception as error:
             logger.info("not planned ahead: %s", error)
             return
@@ -111,8 +113,7 @@ def begin(
                 _ended[key] = None
                 if len(_ended) > _MAX_ENDED:
                     del _ended[next(iter(_ended))]
-        _compile_in_background(missing, architecture, urgency)
-        if missing and make_others is not None:
+        if requested and make_others is not None:
             begin_others(key, make_others, architecture)
 
     jit.sources_digest()  # otherwise both threads would read the sources
@@ -146,14 +147,13 @@ def _interpreter_ends() -> bool:
     return False
 
 
-def _compile_in_background(kernels: Iterable[Kernel], architecture: str, urgency: int) -> None:
-    shuffle = random.Random(os.getpid())
-    for place, kernel in enumerate(kernels):
-        order = urgency, place // _SHUFFLED, shuffle.random(), next(_numbers)
-        with _lock:
-            heapq.heappush(_waiting, (order, kernel, architecture))
-        with suppress(RuntimeError):  # the interpreter ends
-            _compilers().submit(_compile_next)
+def _compile_in_background(kernel: Kernel, architecture: str, urgency: int, place: int) -> None:
+    """Lets a thread compile the kernel, the ``place``-th of its job."""
+    order = urgency, place // _SHUFFLED, random.Random(f"{os.getpid()} {place}").random(), next(_numbers)
+    with _lock:
+        heapq.heappush(_waiting, (order, kernel, architecture))
+    with suppress(RuntimeError):  # the interpreter ends
+        _compilers().submit(_compile_next)
 
 
 def _compile_next() -> None:
