@@ -302,10 +302,10 @@ def _plan_what_follows(kind: CallKind, made: Plan | None, later: Mask, backend: 
         _plan_ahead(follower, backend)
     if not any(later):
         return
-    _plan_ahead(_kind_of_gradients(kind.problem, later, kind.device), backend)
-    for follower in followers:
+    for follower in reversed(followers):  # the order of the backward pass
         mask = True, later[1], later[1] and follower.has_bias
         _plan_ahead(_kind_of_gradients(follower.problem, mask, follower.device), backend)
+    _plan_ahead(_kind_of_gradients(kind.problem, later, kind.device), backend)
 
 
 def _plan_ahead(kind: CallKind, backend: str) -> None:

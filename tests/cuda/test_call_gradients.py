@@ -95,7 +95,7 @@ def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU, monkeypatch: 
     behind = replace(of_layer, in_channels=of_layer.out_channels, out_channels=24)
     expected.expect([expected.ExpectedLayer(behind, has_bias=False)])
     y = gpu.differentiable(x, w.requires_grad_(), b)
-    forward_behind, gradients, gradients_behind = ([*make_plans()] for make_plans in gpu.begun)
+    forward_behind, gradients_behind, gradients = ([*make_plans()] for make_plans in gpu.begun)
     assert [one.outputs[0].shape for one in forward_behind] == [
         (y.shape[0], 24, 2 * y.shape[2], 2 * y.shape[3])
     ]
