@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.layer_sizes import may_be_called
 
 #: A process that swaps more different layers than this forgets the first ones.
 MAX_LAYERS = 1024
@@ -57,7 +58,8 @@ def followers(called: ExpectedLayer) -> list[ExpectedLayer]:
             of_size = replace(
                 layer.geometry, batch=before.batch, height=before.out_height, width=before.out_width
             )
-            chain.append(layer._replace(geometry=of_size))
+            if may_be_called(of_size):
+                chain.append(layer._replace(geometry=of_size))
     return chain[1:]
 
 

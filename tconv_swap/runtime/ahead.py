@@ -1,5 +1,5 @@
-"""Plans and compiles in the background what a network will need soon: the gradients of a layer, while its forward pass
-and the layers behind it run; then the kernels that its other sizes need, if it is a new one.
+"""Plans and compiles in the background what a network will need soon: the layers behind a new one, and the gradients of
+a layer, while its forward pass and the layers behind it run; then the kernels that its other sizes need.
 
 Only the time of the first calls depends on it. A plan that is needed before its job has begun is made by the caller.
 """
@@ -31,9 +31,10 @@ MakePlans: TypeAlias = Callable[[], Iterable[Plan]]
 SOON, LATER = 0, 1
 #: What is added to the niceness of the threads that compile.
 NICENESS = 10
-#: Which part of the cores they use. NVRTC gains nothing from more: on 16 cores 18 kernels took 11.4 s in one thread,
-#: 3.6 in 4, 2.2 in 8 and 2.3 in 16, and the slowest of them 1.1 s alone, 1.4 beside 3 or 7 others and 2.3 beside 15.
-SHARE = 2
+#: Which part of the cores they use, and how many threads at the most. NVRTC gains nothing from more: on 16 cores 18
+#: kernels took 11.4 s in one thread, 3.6 in 4, 2.2 in 8 and 2.3 in 16, and the slowest of them 1.1 s alone, 1.4 beside
+#: 3 or 7 others and 2.3 beside 15.
+SHARE, MAX_THREADS = 2, 8
 #: The ranks of a distributed run begin together. Each compiles so many kernels in an order of its own, so that it finds
 #: those of others on disk.
 _SHUFFLED = 4
@@ -57,7 +58,8 @@ def _planner() -> ThreadPoolExecutor:
 
 @lru_cache(maxsize=1)
 def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // SHARE), "tconv_swap-compiler", _be_nice)
+    threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // SHARE))
+    return ThreadPoolExecutor(threads, "tconv_swap-compiler", _be_nice)
 
 
 def _be_nice() -> None:

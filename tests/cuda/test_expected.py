@@ -37,6 +37,14 @@ def test_a_layer_may_take_the_features_of_an_encoder_too() -> None:
     assert followers(sized(layers[0], 1, 4, 4)) == [sized(layers[1], 1, 8, 8)]
 
 
+def test_a_size_that_no_layer_has_is_not_guessed() -> None:
+    layers = [layer(64, 48), layer(48, 32)]
+    without_output = layers[1]._replace(geometry=replace(layers[1].geometry, padding=(99, 99)))
+    expect([*layers, without_output])
+    assert followers(sized(layers[0], 64, 512, 512)) == []  # 64 x 48 x 1024 x 1024
+    assert followers(sized(layers[0], 1, 4, 4)) == [sized(layers[1], 1, 8, 8)]
+
+
 def test_layers_in_a_circle_are_found_once() -> None:
     layers = [layer(64, 64), layer(64, 32), layer(32, 64)]
     expect([*layers, *layers])

@@ -46,6 +46,11 @@ def usual_sizes(layer: Geometry) -> list[Geometry]:
     return [*sizes, *odd, *(size for size in pixels if min(size.out_height, size.out_width) > 0)]
 
 
+def may_be_called(size: Geometry) -> bool:
+    """Returns whether a layer has an output of this size, and all of it together usual memory."""
+    return min(size.out_height, size.out_width) > 0 and size.elements <= MAX_ELEMENTS
+
+
 def other_sizes(size: Geometry) -> list[Geometry]:
     """Returns the sizes that a layer probably has beside this one: half and twice its batch, rows and columns; then the
     usual ones, the nearest first, by factors of the batch and of the map."""
@@ -61,8 +66,7 @@ def other_sizes(size: Geometry) -> list[Geometry]:
     changes = [{name: each[name]} for each in (half, twice) for name in each]
     changes += [{name: each[name] for name in ("height", "width")} for each in (half, twice)]
     near = [replace(size, **change) for change in changes]
-    near = [one for one in near if min(one.out_height, one.out_width) > 0 and one.elements <= MAX_ELEMENTS]
-    return list(dict.fromkeys((*near, *sorted(usual_sizes(size), key=distance))))
+    return list(dict.fromkeys((*filter(may_be_called, near), *sorted(usual_sizes(size), key=distance))))
 
 
 def power_of_two_dividing(n: int, limit: int) -> int:
