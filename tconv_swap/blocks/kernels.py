@@ -47,8 +47,7 @@ norm_activation = torch.ops.tconv_swap.norm_activation.default
 block_training = torch.ops.tconv_swap.block_training.default
 
 #: Stages, with the numbers of csrc/norm.h: a forward pass; one that saves tensors for its backward pass; a backward
-#: pass,
-#: plus 1 for the gradient of the input and 2 for those of weight and bias.
+#: pass, plus 1 for the gradient of the input and 2 for those of weight and bias.
 FORWARD, FORWARD_THAT_SAVES, BACKWARD = 16, 17, 18
 #: The call plan that leaves a call to PyTorch's modules.
 DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]

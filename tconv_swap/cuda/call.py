@@ -49,8 +49,7 @@ class CallKind(NamedTuple):
 
 
 #: Each is called for every call that is planned, except for the backend ``"native"``. It runs in the thread of the
-#: call,
-#: which may be one of autograd's.
+#: call, which may be one of autograd's.
 observers: list[Callable[[CallKind], object]] = []
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")

@@ -49,10 +49,9 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
 
     Tiny problems take one launch. Maps of one pixel are a plain matrix product (gemm). Of the rest, col2im computes
-    layers
-    with few output channels, narrow_mma and narrow_ffma what memory bounds or what has few channels in a group, stride1
-    large images of stride 1 in NCHW, implicit_gemm what has enough channels to fill a tile of the tensor cores, and the
-    general kernels what remains, and all of float64.
+    layers with few output channels, narrow_mma and narrow_ffma what memory bounds or what has few channels in a group,
+    stride1 large images of stride 1 in NCHW, implicit_gemm what has enough channels to fill a tile of the tensor cores,
+    and the general kernels what remains, and all of float64.
     """
     made = _forward_of_larger_families(problem, has_bias, device)
     tiny = tiny_family.plan_forward(problem) if tiny_family.replaces(made) else None

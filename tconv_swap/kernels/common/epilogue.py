@@ -18,8 +18,7 @@ Constants = tuple[tuple[str, Constant], ...]
 _VECTORS = (input_(3), input_(4), input_(5), input_(6))
 _BIAS = input_(2)
 #: Activations that need few registers beside the sums of a forward kernel. The code of others may spill a few sums to
-#: local
-#: memory, once for each output, which is a small part of what another kernel would read and write.
+#: local memory, once for each output, which is a small part of what another kernel would read and write.
 _SMALL = frozenset({Activation.IDENTITY, Activation.RELU, Activation.TANH})
 
 

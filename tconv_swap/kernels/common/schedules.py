@@ -18,8 +18,7 @@ MAX_SCHEDULES = 4
 #: The regret of a schedule for a size that it cannot compute.
 MAX_REGRET = 1e3
 #: Batch, rows and columns of the representative maps, the most usual ones first. PATCHES: of layers whose kernel is
-#: their
-#: stride.
+#: their stride.
 SIZES: tuple[tuple[int, int, int], ...] = (
     *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
     *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),

@@ -244,9 +244,8 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
 
 def _spills(problem: StridedProblem, tile: Tile) -> bool:
     """Returns whether the compiler may spill registers. Three products need registers of their own, and so does
-    rounding
-    fragments to TF32. In grad_input/implicit_gemm_wgmma.cu 128 of a thread's 168 registers may be accumulators, or half
-    of them may hold elements on their way to a stage."""
+    rounding fragments to TF32. In grad_input/implicit_gemm_wgmma.cu 128 of a thread's 168 registers may be
+    accumulators, or half of them may hold elements on their way to a stage."""
     if problem.precision == "IEEE":
         return True
     if not tile.wgmma:

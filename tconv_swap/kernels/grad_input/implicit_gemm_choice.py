@@ -209,8 +209,7 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     narrow = not any(tile.wgmma for tile in tiles) and not problem.input_channels_last
     crowds = narrow and problem.precision == "IEEE" and device.architecture == "sm_90a"
     # Tiles that leave multiprocessors idle come last. Of the others those of wgmma come first, and in NCHW those
-    # without
-    # splits.
+    # without splits.
     tiles.sort(
         key=lambda tile: (
             4 * block_count(problem, tile) < 3 * device.multiprocessors,
@@ -275,8 +274,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return
     # Warpgroups over channels and over positions, accumulators of a thread for 64 channels, and how many times 64
-    # channels
-    # a warpgroup has.
+    # channels a warpgroup has.
     wide_m4, wide, tall, long, short = (
         (4, 1, 64, 2),
         (2, 1, 128, 1),

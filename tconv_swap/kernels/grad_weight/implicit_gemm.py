@@ -1,5 +1,5 @@
-"""Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu, and the order of the families of
-the stage.
+"""Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu, and the order of the families of the stage.
+
 16 bits in channels_last are planned by implicit_gemm_tma. Wide layers in TF32 also have kernels of im2col_nchw,
 im2col_nhwc or pixel_rows, and layers at stride 1 one of stride1; at each size the family with the fewest expected
 clocks is taken.

@@ -55,8 +55,7 @@ MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
 #: Registers that the compiler may use beyond the expected number, so that it never spills.
 REGISTER_MARGIN = 40
 #: Cycles of a multiply and instructions issued in a cycle, of a multiprocessor, and bytes of the L2 in a cycle
-#: (measured,
-#: rounded).
+#: (measured, rounded).
 MULTIPLY_CYCLES = 1.55
 ISSUED_PER_CYCLE = 2.6
 L2_BYTES_PER_CYCLE = 3000
