@@ -11,7 +11,7 @@ from tconv_swap import flops
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.dispatch import is_plain_call
-from tconv_swap.geometry import Geometry
+from tconv_swap.geometry import Geometry, Pair, as_pair
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,21 +41,29 @@ class LayerState(nn.Module):
         raise NotImplementedError
 
     def tconv_geometry(self) -> Geometry:
-        """Returns the layer's geometry for a map of one pixel; a 1-D layer is computed as a 2-D one of height 1."""
+        """Returns the layer's geometry for a map of one pixel; a 1-D layer is computed as a 2-D one of height 1.
+
+        Raises:
+            TypeError, RuntimeError: an attribute that somebody has replaced is no pair of integers.
+        """
         given: Any = self
-        kernel, stride, padding, output_padding, dilation = (
-            (first, *sizes)[-2:]
-            for first, sizes in (
-                (1, given.kernel_size),
-                (1, given.stride),
-                (0, given.padding),
-                (0, given.output_padding),
-                (1, given.dilation),
-            )
-        )
+
+        def pair(name: str, first: int) -> Pair:
+            vertical, horizontal = as_pair(getattr(given, name), name)
+            return (first if isinstance(self, nn.ConvTranspose1d) else vertical, horizontal)
+
         return Geometry(
-            *(1, given.in_channels, 1, 1, given.out_channels, kernel),
-            *(stride, padding, output_padding, dilation, given.groups),
+            batch=1,
+            in_channels=given.in_channels,
+            height=1,
+            width=1,
+            out_channels=given.out_channels,
+            kernel=pair("kernel_size", 1),
+            stride=pair("stride", 1),
+            padding=pair("padding", 0),
+            output_padding=pair("output_padding", 0),
+            dilation=pair("dilation", 1),
+            groups=given.groups,
         )
 
     def tconv_has_bias(self) -> bool:

@@ -7,7 +7,8 @@ layer is changed, and the changes themselves cannot fail half-way.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -222,12 +223,18 @@ def swap_layers(
     flops.register()
     if torch.cuda.is_available():
         ahead.preload()
-        expect(
-            ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias())
-            for layer in (modules[one.names[0]] for one in plan.swapped)
-            if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE
-        )
+        expect(_expected(modules[layer.names[0]] for layer in plan.swapped))
     return target
+
+
+def _expected(layers: Iterable[nn.Module]) -> list[ExpectedLayer]:
+    """Returns what our kernels will be called for."""
+    found = []
+    for layer in layers:
+        if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
+            with suppress(TypeError, RuntimeError):  # its call will say what is wrong
+                found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
+    return found
 
 
 def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:

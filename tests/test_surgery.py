@@ -70,7 +70,15 @@ def test_where_there_is_a_gpu_the_first_call_is_prepared_for(
     ]
     assert list(expected._layers) == (of_layers if has_gpu else [])
     swap_layers(nn.ConvTranspose2d(3, 2, 2), backend="native")
+    wrong = nn.ConvTranspose2d(3, 2, 2)
+    wrong.stride = "two"  # type: ignore[assignment]
+    swap_layers(wrong)
     assert len(expected._layers) == 2 * has_gpu
+    integers = nn.ConvTranspose2d(5, 2, 3)
+    integers.stride = 2  # type: ignore[assignment]
+    swap_layers(integers)
+    of_integers = expected.ExpectedLayer(Geometry(1, 5, 1, 1, 2, (3, 3), (2, 2)), True)
+    assert (of_integers in expected._layers) == has_gpu
 
 
 def test_changes_nothing_but_the_class() -> None:
