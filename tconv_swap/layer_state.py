@@ -1,14 +1,17 @@
 """What a swapped layer keeps besides its parameters: the backend that computes it, and the packed form of a frozen
-weight."""
+weight; and what its kernels depend on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
 from tconv_swap import flops
-from tconv_swap.cuda.choice import Backend
+from tconv_swap.cuda.choice import NATIVE, Backend
+from tconv_swap.cuda.expected import ExpectedLayer, expect
 from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.dispatch import is_plain_call
 from tconv_swap.geometry import Geometry, Pair, as_pair
@@ -136,3 +139,13 @@ class LayerState(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         flops.register()
+
+
+def expect_calls(layers: Iterable[nn.Module]) -> None:
+    """Names the layers that our kernels will compute, so that the first call of one can compile for those behind it."""
+    found = []
+    for layer in layers:
+        if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
+            with suppress(TypeError, RuntimeError):  # its call will say what is wrong
+                found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
+    expect(found)

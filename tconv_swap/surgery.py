@@ -7,8 +7,7 @@ layer is changed, and the changes themselves cannot fail half-way.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,11 +21,10 @@ from tconv_swap.blocks.finding import BlockPlan, Found, find
 from tconv_swap.blocks.modules import CHOICES, Fuse
 from tconv_swap.blocks.modules import original_class as before_fusing
 from tconv_swap.computed import deep_copy
-from tconv_swap.cuda.choice import NATIVE, Backend, check_backend
-from tconv_swap.cuda.expected import ExpectedLayer, expect
+from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
 from tconv_swap.layer_description import count_parameters, describe_layer
-from tconv_swap.layer_state import LayerState
+from tconv_swap.layer_state import LayerState, expect_calls
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
 from tconv_swap.runtime import ahead
 
@@ -223,18 +221,8 @@ def swap_layers(
     flops.register()
     if torch.cuda.is_available():
         ahead.preload()
-        expect(_expected(modules[layer.names[0]] for layer in plan.swapped))
+        expect_calls(modules[layer.names[0]] for layer in plan.swapped)
     return target
-
-
-def _expected(layers: Iterable[nn.Module]) -> list[ExpectedLayer]:
-    """Returns what our kernels will be called for."""
-    found = []
-    for layer in layers:
-        if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
-            with suppress(TypeError, RuntimeError):  # its call will say what is wrong
-                found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
-    return found
 
 
 def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
