@@ -1,6 +1,6 @@
 """Finds every family of kernels that can compute a stage of a layer, with the best plan of each by its own ranking.
 
-The library tries the families in turn and takes the first that claims a problem; a benchmark of their worth needs all
+The library tries the families in turn and takes the first that supports a problem; a benchmark of their worth needs all
 of them. The name of a family is the entry of its kernel, with ``nchw_to_nhwc`` in front if its plan first copies NCHW
 tensors to channels_last.
 """
@@ -141,26 +141,26 @@ def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
         *grad_weight_stride1.part_candidates(problem, device, 1),
         *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
     ]
-    if grad_weight_implicit_gemm.claims(problem, device):
+    if grad_weight_implicit_gemm.supports(problem, device):
         found = choose(problem, device, _ALL, MAX_SCHEDULES)
         for wgmma in (True, False):
             best = next((one for one in found if one.tile.wgmma == wgmma), None)
             if best is not None:
-                parts.append(grad_weight_implicit_gemm.plan_with_schedule(problem, best, device, False))
+                parts.append(grad_weight_implicit_gemm.lower(problem, best, device, False))
     yield from (_plan(part, _grad_weight_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_weight", device)
 
 
 def _gradients(problem: Problem, device: Device) -> Iterator[Plan]:
     outputs = (_grad_input_output(problem), _grad_weight_output(problem))
-    if gradients_narrow_joint.claims(problem, device) and (
+    if gradients_narrow_joint.supports(problem, device) and (
         tiles := gradients_narrow_joint.rank(problem, device)
     ):
-        yield _plan(gradients_narrow_joint.build(problem, tiles[0], device, False), *outputs)
-    if gradients_large_kernel.claims(problem, device) and (
+        yield _plan(gradients_narrow_joint.lower(problem, tiles[0], device, False), *outputs)
+    if gradients_large_kernel.supports(problem, device) and (
         shape := gradients_large_kernel.shape_of(problem, device)
     ):
-        yield _plan(gradients_large_kernel.build(problem, shape, device), *outputs)
+        yield _plan(gradients_large_kernel.lower(problem, shape, device), *outputs)
     yield from _in_one_pass(problem, "gradients", device)
 
 

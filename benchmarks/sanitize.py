@@ -62,7 +62,7 @@ STAGES: dict[str, Mask] = {
     "all gradients": STAGE_MASKS["backward"],
     "cast": FORWARD,  # casts of input, weight and bias, as under an autocast
 }
-#: Small geometries that all families together claim: many and few channels, odd sizes and whole tiles, any stride.
+#: Small geometries that all families together support: many and few channels, odd sizes and whole tiles, any stride.
 GEOMETRIES = (
     Geometry(2, 64, 9, 11, 32, (4, 4), (2, 2), (1, 1)),
     Geometry(1, 40, 7, 13, 24, (3, 3), (2, 2), (1, 1), (1, 1)),

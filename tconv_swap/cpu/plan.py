@@ -164,7 +164,7 @@ def _phases(axis: Axis) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-def claims(formulation: Formulation, g: Geometry, dtype: torch.dtype) -> bool:
+def supports(formulation: Formulation, g: Geometry, dtype: torch.dtype) -> bool:
     """Returns whether a formulation computes this geometry with the accuracy of ``dtype``."""
     unpadded = g.padding == (0, 0) == g.output_padding
     if formulation == "outer":
@@ -211,7 +211,7 @@ def fastest(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format)
     oneDNN computes transposed convolutions in channels_last, near the machine's peak for most geometries. What can be
     saved is the work around it: conversions, padded channels, and the geometries for which it has no good kernel.
     """
-    if g.batch > 0 and claims("outer", g, dtype):
+    if g.batch > 0 and supports("outer", g, dtype):
         return "outer"
     # oneDNN does not compute float64, and what 16-bit types gain depends on the machine's instructions for them.
     if dtype != torch.float32 or g.macs < MIN_MACS or g.stride == (1, 1):
@@ -234,7 +234,7 @@ def fastest(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format)
     if not planar or outputs < weights:
         return "plain"
     # Rows of phases that are long enough to be copied whole, where oneDNN would compute many small convolutions.
-    if g.stride[1] >= 16 and claims("stacked_phases", g, dtype):
+    if g.stride[1] >= 16 and supports("stacked_phases", g, dtype):
         return "stacked_phases"
     # oneDNN computes 16 output channels at a time, needed or not; here taps take the places of channels.
     if g.out_channels <= 4 and g.groups == 1:
@@ -252,7 +252,7 @@ def choose_backward(
     output and for 1x1 inputs, whose output is one kernel."""
     if products_are_rounded(dtype):
         return "plain"
-    if g.batch > 0 and claims("outer", g, dtype):
+    if g.batch > 0 and supports("outer", g, dtype):
         return "outer"
     tiled = g.kernel == g.stride and g.padding == (0, 0) == g.output_padding and g.dilation == (1, 1)
     if tiled and g.groups == 1 and choose(g, dtype, memory_format) == "products":

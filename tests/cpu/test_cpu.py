@@ -81,7 +81,7 @@ def test_every_formulation_computes_every_geometry_it_claims(
         for size in ("BLOCK_ELEMENTS", "TEMPORARY_ELEMENTS", "PIECE_ELEMENTS"):
             patch.setattr(cpu, size, block)
         for name, compute in cpu.FORWARD.items():
-            if plan_cpu.claims(name, g, x.dtype):
+            if plan_cpu.supports(name, g, x.dtype):
                 y = compute(x.contiguous(memory_format=memory_format), w, bias, g, memory_format)
                 assert_close(y, expected, torch.float64)
                 assert y.is_contiguous(memory_format=memory_format), name
@@ -90,12 +90,12 @@ def test_every_formulation_computes_every_geometry_it_claims(
 def test_each_formulation_is_claimed_by_something_and_products_are_not_summed_in_16_bits() -> None:
     overlapping = Geometry(1, 4, 3, 3, 4, (4, 4), (2, 2), (1, 1))
     disjoint = Geometry(1, 4, 3, 3, 4, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
-    assert plan_cpu.claims("stacked_phases", overlapping, torch.float32)
-    assert plan_cpu.claims("outer", Geometry(2, 4, 1, 1, 4, (4, 4)), torch.float32)
-    assert plan_cpu.claims("products", overlapping, torch.float32)
-    assert not plan_cpu.claims("products", overlapping, torch.bfloat16)
-    assert not plan_cpu.claims("products", overlapping, torch.float16)
-    assert plan_cpu.claims("products", disjoint, torch.bfloat16)
+    assert plan_cpu.supports("stacked_phases", overlapping, torch.float32)
+    assert plan_cpu.supports("outer", Geometry(2, 4, 1, 1, 4, (4, 4)), torch.float32)
+    assert plan_cpu.supports("products", overlapping, torch.float32)
+    assert not plan_cpu.supports("products", overlapping, torch.bfloat16)
+    assert not plan_cpu.supports("products", overlapping, torch.float16)
+    assert plan_cpu.supports("products", disjoint, torch.bfloat16)
 
 
 #: Geometries for each line of the rule, and what it must choose for float32 NCHW.
@@ -124,7 +124,7 @@ CHOICES = [
 @pytest.mark.parametrize(("formulation", "g"), CHOICES, ids=lambda v: str(v))
 def test_the_rule(formulation: plan_cpu.Formulation, g: Geometry) -> None:
     assert plan_cpu.choose(g, torch.float32, torch.contiguous_format) == formulation
-    assert plan_cpu.claims(formulation, g, torch.float32)
+    assert plan_cpu.supports(formulation, g, torch.float32)
 
 
 def test_channels_last_inputs_are_not_converted() -> None:
@@ -152,7 +152,7 @@ def test_the_rule_chooses_only_formulations_that_claim_the_geometry(
         g.padding, g.output_padding, g.dilation, g.groups,
     )  # fmt: skip
     for geometry in (g, wide):
-        assert plan_cpu.claims(plan_cpu.choose(geometry, dtype, memory_format), geometry, dtype)
+        assert plan_cpu.supports(plan_cpu.choose(geometry, dtype, memory_format), geometry, dtype)
 
 
 @pytest.mark.parametrize("formulation", sorted(cpu.FORWARD))
@@ -357,7 +357,7 @@ def test_infinities_and_nans_do_not_spread() -> None:
     x[0, 0, 1, 1], x[0, 1, 3, 3] = float("inf"), float("nan")
     finite = torch.isfinite(F.conv_transpose2d(x, w, b, **arguments(g)))
     for name, compute in cpu.FORWARD.items():
-        if plan_cpu.claims(name, g, x.dtype):
+        if plan_cpu.supports(name, g, x.dtype):
             assert torch.equal(torch.isfinite(compute(x, w, b, g, torch.contiguous_format)), finite), name
 
 

@@ -69,7 +69,7 @@ def test_nor_does_what_tuning_would_measure(geometry: Geometry) -> None:
 def test_pixels_along_k_still_take_what_fits() -> None:
     large = plan.Problem(DECODER, torch.float32, "tf32", False, False)
     assert not grad_weight_pixel_rows.part_candidates(large, H200, False, 64)
-    assert grad_weight_pixel_rows.claims(
+    assert grad_weight_pixel_rows.supports(
         plan.Problem(
             Geometry(1, 256, 64, 64, 128, (8, 8), (4, 4), (2, 2)), torch.float32, "tf32", False, False
         ),

@@ -73,14 +73,14 @@ def hopper() -> plan.Device:
 
 
 def assert_random_tile_matches(family: ModuleType, channels_last: bool, seed: int, with_bias: bool) -> None:
-    """Runs a random tile of a family (``tiles_for``, ``plan_with_tile``) on a random problem, against float64."""
+    """Runs a random tile of a family (``tiles_for``, ``lower``) on a random problem, against float64."""
     device, rng = hopper(), random.Random(seed)
     torch.manual_seed(seed)
     tiles: list[Any] = []
     while not tiles:
         problem = random_problem(rng, channels_last)
         tiles = family.tiles_for(problem, device, with_bias)
-    part = family.plan_with_tile(problem, rng.choice(tiles), device, with_bias)
+    part = family.lower(problem, rng.choice(tiles), device, with_bias)
     assert_part_matches(problem, part, with_bias)
 
 

@@ -72,7 +72,7 @@ def random_case(rng: random.Random, dtype: torch.dtype, nhwc_copy: bool = False)
         )
         if nhwc_copy:
             posed = replace(posed, output_channels_last=False, nhwc_copy=True)
-        if forward_implicit_gemm.claims(posed, H200):
+        if forward_implicit_gemm.supports(posed, H200):
             found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].tma]
             if found:
                 return rng.choice(found)

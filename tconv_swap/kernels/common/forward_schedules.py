@@ -19,7 +19,7 @@ from tconv_swap.kernels.problem import Device, Problem
 def max_narrow_schedules(problem: Problem, device: Device) -> int:
     """Returns how many schedules the family has that computes the sizes of a narrow layer that forward/col2im.py does
     not compute."""
-    if not forward_col2im.computes_some_size(problem, device):
+    if not forward_col2im.supports_some_size(problem, device):
         return MAX_SCHEDULES
     layer = replace(problem, geometry=of_any_size(problem.geometry))
     return MAX_SCHEDULES - len(forward_col2im_choice.schedules(layer, device))
@@ -42,6 +42,6 @@ def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
     return (
         MAX_SCHEDULES
         - (of_one_pixel and not forward_gemm.computes_every_batch(pixels, device))
-        - forward_gemm.computes_some_size(pixels, device)
-        - forward_stride1.computes_some_size(layer, device)
+        - forward_gemm.supports_some_size(pixels, device)
+        - forward_stride1.supports_some_size(layer, device)
     )

@@ -52,7 +52,7 @@ class Matrices:
         return self.columns % self.piece > 0
 
     @property
-    def claimed(self) -> bool:
+    def supported(self) -> bool:
         return self.batch > 0 and (self.rows % self.piece == 0 or self.columns % self.piece == 0)
 
 

@@ -49,7 +49,7 @@ def select_schedules(
     layer: Problem,
     limit: int,
     candidates: Callable[[Problem], Iterable[_Schedule]],
-    computes: Callable[[Problem, _Schedule], bool],
+    supports: Callable[[Problem, _Schedule], bool],
     expected: Callable[[Problem, _Schedule], float],
     any_size: Callable[[_Schedule], bool],
     every: int = EVERY,
@@ -58,7 +58,7 @@ def select_schedules(
 ) -> tuple[_Schedule, ...]:
     """Returns at most ``limit`` schedules for all sizes of a layer, out of the candidates for representative sizes
     (grad_weight/implicit_gemm_classes.py). The first one computes ``any_size``, if such a candidate exists.
-    ``expected`` returns the time of a size that the schedule ``computes``. With ``without_padding`` the sizes count
+    ``expected`` returns the time of a size that the schedule ``supports``. With ``without_padding`` the sizes count
     without output padding, too, which is PyTorch's default and may leave rows that fewer schedules compute; odd rows
     do not: the one for any size computes them."""
     geometries = [size.of(layer.geometry) for size in sizes_of(layer)]
@@ -68,12 +68,12 @@ def select_schedules(
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
     found: dict[_Schedule, None] = {}
     for problem in problems[::every]:
-        timed = [(expected(problem, one), one) for one in candidates(problem) if computes(problem, one)]
+        timed = [(expected(problem, one), one) for one in candidates(problem) if supports(problem, one)]
         ranked = [one for _, one in sorted(timed, key=itemgetter(0))]
         found.update(dict.fromkeys(ranked[:BEST]))
         found.update(dict.fromkeys(islice(filter(any_size, ranked), BEST)))
     times = {
-        one: [expected(problem, one) if computes(problem, one) else math.inf for problem in problems]
+        one: [expected(problem, one) if supports(problem, one) else math.inf for problem in problems]
         for one in found
     }
     weights = [weight_of(layer, geometry) for geometry in geometries]

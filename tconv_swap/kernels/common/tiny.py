@@ -36,7 +36,7 @@ _WHY = "one launch, nothing copied or packed"
 Shape = tuple[int, ...]
 
 
-def claims(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Returns whether one launch computes the problem no slower than several launches."""
     g = problem.geometry
     longest = g.taps * max(g.in_channels_per_group, g.out_channels_per_group)
@@ -58,7 +58,7 @@ def replaces(made: Plan) -> bool:
 def plan_forward(problem: Problem) -> Plan | None:
     """Returns the plan of a forward pass; None for larger problems. Inputs: input, weight, bias (or none), the first
     two with any strides. Output: the output."""
-    if not claims(problem):
+    if not supports(problem):
         return None
     g = problem.geometry
     count = math.prod(g.output_shape)
@@ -82,7 +82,7 @@ def plan_forward(problem: Problem) -> Plan | None:
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...]) -> Plan | None:
     """Returns the plan of the gradients in the mask; None for larger problems. Inputs: grad_output, input, weight
     with any strides. Outputs: the gradients."""
-    if not claims(problem):
+    if not supports(problem):
         return None
     g = problem.geometry
     images, weights = problem.channels_last, problem.weight_channels_last

@@ -58,7 +58,7 @@ MIN_COLUMNS = 16
 MIN_IN_CHANNELS = 16
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: a layout that the copy engine can load, and offsets of 32 bits."""
     geometry = problem.geometry
     if not _claims_layer(problem, device) or geometry.batch == 0:
@@ -82,7 +82,7 @@ def _claims_layer(problem: Problem, device: Device) -> bool:
     return products(geometry) <= MAX_PRODUCTS
 
 
-def computes_some_size(problem: Problem, device: Device) -> bool:
+def supports_some_size(problem: Problem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for some sizes of the layer."""
     return _claims_layer(problem, device) and _pays_for_long_rows(problem)
 
@@ -112,12 +112,12 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """Returns the ``count`` plans that are expected to be the fastest, the best first."""
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
-    return [plan_with_tile(problem, has_bias, tile, device) for tile in choose(problem, device, count)]
+    return [lower(problem, has_bias, tile, device) for tile in choose(problem, device, count)]
 
 
-def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
+def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     """Returns the plan that computes the problem with this tile."""
     geometry, item = problem.geometry, problem.dtype.itemsize
     shared = shared_bytes(problem, tile)

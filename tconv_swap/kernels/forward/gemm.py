@@ -63,7 +63,7 @@ class Tile:
         return f"{self.images} images x {self.outputs} outputs, {self.warps_m * self.warps_n} warps"
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: maps of one pixel, and rows that its copies fit."""
     geometry = problem.geometry
     if (geometry.height, geometry.width) != (1, 1) or geometry.batch == 0:
@@ -71,7 +71,7 @@ def claims(problem: Problem, device: Device) -> bool:
     return _claims_layer(problem, device)
 
 
-def computes_some_size(problem: Problem, device: Device) -> bool:
+def supports_some_size(problem: Problem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for some sizes of the layer, all with one kernel. Where stride = kernel, the
     implicit GEMM's kernels for other maps compute maps of one pixel, too."""
     return has_stride_of_one_pixel(problem.geometry) and _claims_layer(problem, device)
@@ -93,8 +93,8 @@ def computes_every_batch(problem: Problem, device: Device) -> bool:
     )
     return (
         min(geometry.kernel) < LARGE_KERNEL
-        and computes_some_size(problem, device)
-        and forward_stride1.computes_some_size(tile_problem, device)
+        and supports_some_size(problem, device)
+        and forward_stride1.supports_some_size(tile_problem, device)
     )
 
 
@@ -151,7 +151,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     return tile.stages * (tile.images * input_pitch + chunk * weight_pitch)
 
 
-def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
+def lower(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
     """Returns the plan that computes the problem with this tile."""
     geometry, precision = problem.geometry, _precision(problem)
     outputs, shared = _outputs(geometry), shared_bytes(problem, tile)
@@ -193,19 +193,19 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
     Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
     """
     few = problem.geometry.batch <= MAX_IMAGES
-    pays = computes_some_size(problem, device) and (few or computes_every_batch(problem, device))
+    pays = supports_some_size(problem, device) and (few or computes_every_batch(problem, device))
     plans = plan_candidates(problem, has_bias, device, count=1) if pays else []
     return plans[0] if plans else None
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """Returns ``count`` plans: the layer's, whatever the batch is, then those that are expected to be the fastest."""
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
     tiles = [*rank(replace(problem, geometry=problem.geometry.with_batch(NOMINAL_IMAGES)), device)[:1]]
     if len(tiles) < count:
         tiles = list(dict.fromkeys([*tiles, *rank(problem, device)]))
-    return [plan_with_tile(problem, has_bias, tile) for tile in tiles[:count]]
+    return [lower(problem, has_bias, tile) for tile in tiles[:count]]
 
 
 @lru_cache(maxsize=1024)

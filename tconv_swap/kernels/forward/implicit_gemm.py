@@ -79,9 +79,9 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         problem.weight_channels_last,
         has_bias,
     )
-    if not claims(tile_problem, device):
+    if not supports(tile_problem, device):
         return []
-    return [plan_with_tile(*tile, device) for tile in choose(tile_problem, device, count)]
+    return [lower(*tile, device) for tile in choose(tile_problem, device, count)]
 
 
 def _of_more_channels(
@@ -105,7 +105,7 @@ def _of_more_channels(
     return plans
 
 
-def claims(problem: TileProblem, device: Device) -> bool:
+def supports(problem: TileProblem, device: Device) -> bool:
     """Whether the kernels compute the problem, and are faster than the general ones."""
     geometry = problem.geometry
     if problem.dtype not in _DTYPES or device.compute_capability < 80 or geometry.batch == 0:
@@ -283,7 +283,7 @@ def _compiled(layer: TileProblem, tile: Tile) -> Compiled:
     return Compiled(kernel, shared, pack, packed_bytes)
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
+def lower(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights, the
     channels_last copy of the input, and the partial sums of the splits."""
     geometry = problem.geometry

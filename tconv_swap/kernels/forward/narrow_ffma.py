@@ -34,8 +34,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MULTIPLY_ADDS_PER_ELEMENT = 84
 MULTIPLY_ADDS_PER_OUTPUT = 96
 #: The same limit of multiply-adds for each output, for layers of strides above MAX_PHASES, which implicit_gemm did not
-#: claim when this was measured. Apart from the narrow kernels only the general kernels and PyTorch's operator computed
-#: such layers; they took 5.7 to 22 times as long (92 products for an output, on an H200).
+#: support when this was measured. Apart from the narrow kernels only the general kernels and PyTorch's operator
+#: computed such layers; they took 5.7 to 22 times as long (92 products for an output, on an H200).
 MULTIPLY_ADDS_OF_WIDE_STRIDES = 128
 #: With at most so many channels on one side, FFMA is faster even above these limits, because most of a tensor core's
 #: tile would be padding.
@@ -45,7 +45,7 @@ NARROW_CHANNELS = 8
 NOMINAL_MAP, NOMINAL_ROW = (16, 64, 64), (16, 1, 1024)
 
 
-def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
+def supports(geometry: Geometry, dtype: torch.dtype) -> bool:
     """Whether the kernel is a candidate for the problem: memory bounds the problem, or no other kernel's tile fits
     it."""
     if dtype not in DTYPES or geometry.batch == 0:
@@ -82,7 +82,7 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """Returns the ``count`` plans that are expected to be the fastest, the best first."""
     geometry, dtype, channels_last = problem.geometry, problem.dtype, problem.channels_last
-    if not claims(geometry, dtype):
+    if not supports(geometry, dtype):
         return []
     plans = []
     for tile in choose(problem, device, max_narrow_schedules(problem, device), count):
@@ -94,7 +94,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         )
         channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
         why = f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200"
-        plans.append(build(problem, has_bias, tile, repeat, why))
+        plans.append(lower(problem, has_bias, tile, repeat, why))
     return plans
 
 
@@ -112,7 +112,7 @@ def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
     )
 
 
-def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
+def lower(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
     """Returns the plan in which each block computes ``repeat`` tiles, one after another."""
     geometry, channels_last = problem.geometry, problem.channels_last
     taken = footprint(geometry, tile, channels_last)

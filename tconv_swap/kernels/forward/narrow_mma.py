@@ -46,7 +46,7 @@ MIN_CHANNELS = 8
 MIN_FLOAT32_SHARE = 0.5
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: its offsets within an image have to fit 32 bits."""
     geometry = problem.geometry
     if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
@@ -95,13 +95,13 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """Returns the ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
-    if not claims(problem, device) or not forward_narrow_ffma.claims(problem.geometry, problem.dtype):
+    if not supports(problem, device) or not forward_narrow_ffma.supports(problem.geometry, problem.dtype):
         return []
     tiles = choose(problem, device, max_narrow_schedules(problem, device), count)
-    return [plan_with_tile(problem, has_bias, tile, device) for tile in tiles]
+    return [lower(problem, has_bias, tile, device) for tile in tiles]
 
 
-def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
+def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights."""
     geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
     p = product(geometry, tile.stacked, tile.columns_fastest)

@@ -72,14 +72,14 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
     tile_problem = _tile_problem(problem, has_bias)
     pays = (
         not has_unaligned_rows(tile_problem)
-        and computes_some_size(tile_problem, device)
+        and supports_some_size(tile_problem, device)
         and preferred(tile_problem, device)
     )
     plans = plan_candidates(problem, has_bias, device, 1) if pays else []
     return plans[0] if plans else None
 
 
-def computes_some_size(problem: TileProblem, device: Device) -> bool:
+def supports_some_size(problem: TileProblem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for some sizes of the layer, all with one kernel."""
     return _is_preferred_somewhere(replace(problem, geometry=of_any_size(problem.geometry)), device)
 
@@ -111,7 +111,7 @@ def _tile_problem(problem: Problem, has_bias: bool) -> TileProblem:
 
 def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, for an output or a gradient of an input."""
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
     layer = replace(problem, geometry=of_any_size(problem.geometry))
     kernel = _kernel_of_layer(layer, has_unaligned_rows(problem), planes_of(problem), device)
@@ -119,7 +119,7 @@ def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Pa
     def order(tile: Tile) -> tuple[bool, float]:
         return tile.kernel != kernel, expected_clocks(problem, tile, device)
 
-    return [plan_with_tile(problem, tile) for tile in sorted(candidates(problem, device), key=order)[:count]]
+    return [lower(problem, tile) for tile in sorted(candidates(problem, device), key=order)[:count]]
 
 
 @disk_cache
@@ -132,7 +132,7 @@ def _kernel_of_layer(
         sized = _sized(layer, *size)
         if (has_unaligned_rows(sized), planes_of(sized)) != (unaligned_rows, planes):
             continue
-        if not claims(sized, device):
+        if not supports(sized, device):
             continue
         tiles = list(candidates(sized, device))
         tiles = [tile for tile in tiles if tile.warpgroups == WARPGROUPS[-1]] or tiles
@@ -153,12 +153,12 @@ def preferred(problem: TileProblem, device: Device) -> bool:
         return False
     if problem.item == 2 and g.out_channels < MANY_CHANNELS and g.kernel[1] > FEW_TAPS:
         return False
-    tiles = candidates(problem, device) if claims(problem, device) else iter(())
+    tiles = candidates(problem, device) if supports(problem, device) else iter(())
     best = min(tiles, key=lambda tile: expected_clocks(problem, tile, device), default=None)
     return best is not None and best.warpgroups == WARPGROUPS[-1]
 
 
-def claims(problem: TileProblem, device: Device) -> bool:
+def supports(problem: TileProblem, device: Device) -> bool:
     """Whether the kernel computes the problem."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype not in _KINDS or problem.parts != 1:
@@ -190,7 +190,7 @@ def _sizes(problem: TileProblem, tile: Tile) -> Words:
     )
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile) -> Part:
+def lower(problem: TileProblem, tile: Tile) -> Part:
     """Returns the part of a plan that computes the problem with this tile. Its workspace holds the packed weights."""
     g = problem.geometry
     channel_tiles = ceil_div(g.out_channels, tile.channels)

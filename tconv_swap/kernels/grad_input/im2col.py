@@ -36,10 +36,10 @@ FAMILY = "im2col"
 MIN_MACS_PER_PADDED = 768
 
 
-def claims(problem: StridedProblem, device: Device) -> bool:
+def supports(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if not grad_input_im2col_choice.claims_layer(problem, device):
+    if not grad_input_im2col_choice.supports_some_size(problem, device):
         return False
     if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
@@ -57,7 +57,7 @@ def aligned(problem: StridedProblem) -> bool:
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     geometry = problem.geometry
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
     if not grad_input_im2col_choice.kernel_count(of_any_size(problem), device):
         return []
@@ -68,10 +68,10 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     ):
         return []
     tiles = grad_input_im2col_choice.choose(problem, device, count)
-    return [part_with_tile(problem, tile, device.multiprocessors) for tile in tiles]
+    return [lower(problem, tile, device.multiprocessors) for tile in tiles]
 
 
-def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
+def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
     work_tiles = grad_input_im2col_tile.work_count(problem, tile)
     count = grad_input_elements(problem)

@@ -81,7 +81,7 @@ class Schedule:
     shapes: tuple[Timed, ...]
 
 
-def claims_layer(layer: StridedProblem, device: Device) -> bool:
+def supports_some_size(layer: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes some size of the layer."""
     geometry = layer.geometry
     if layer.input_channels_last or layer.output_channels_last or layer.weight_channels_last:
@@ -96,7 +96,7 @@ def kernel_count(layer: StridedProblem, device: Device) -> int:
     be faster at every representative size."""
     geometry = layer.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    if channels < MIN_CHANNELS or not claims_layer(layer, device):
+    if channels < MIN_CHANNELS or not supports_some_size(layer, device):
         return 0
     found = schedules(layer, device)
     return len(found) if any(_ranked(found, size, device) for size in _sizes_of(layer)[0]) else 0

@@ -80,10 +80,8 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         forward = as_forward(problem)
         first: list[Plan | Part] = [*forward_stride1.part_candidates(forward, device, count)]
         second: list[Plan | Part] = []
-        if forward_implicit_gemm.claims(forward, device):
-            second = [
-                forward_implicit_gemm.plan_with_tile(*tile, device) for tile in choose(forward, device, count)
-            ]
+        if forward_implicit_gemm.supports(forward, device):
+            second = [forward_implicit_gemm.lower(*tile, device) for tile in choose(forward, device, count)]
         if not forward_stride1.preferred(forward, device):
             first, second = second, first
         made = [one for both in zip_longest(first, second) for one in both if one is not None]
@@ -97,12 +95,12 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         for family in (grad_input_tma, grad_input_im2col):
             copied += family.part_candidates(convolution, device, max(1, count // 2))
     count -= len(copied)
-    if not claims(convolution, device):
+    if not supports(convolution, device):
         return copied
     if count <= 0:
         return copied
     tiles = grad_input_choice.choose(convolution, device, count)
-    return [*copied, *(part_with_tile(*tile, device.multiprocessors) for tile in tiles)]
+    return [*copied, *(lower(*tile, device.multiprocessors) for tile in tiles)]
 
 
 def _of_more_channels(problem: Problem, channels: int, device: Device, count: int) -> list[Part]:
@@ -163,10 +161,10 @@ def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
     return tuple(with_operands(launch, placed) for launch in launches)
 
 
-def claims(problem: StridedProblem, device: Device) -> bool:
+def supports(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernels for strides compute the problem, and faster than the general kernel."""
     return (
-        forward_implicit_gemm.claims(problem, device)
+        forward_implicit_gemm.supports(problem, device)
         and max(len(used) for used in problem.phases_used) <= MAX_PHASES
         and problem.geometry.taps <= MAX_TAPS
     )
@@ -207,7 +205,7 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
     return Compiled(kernel, shared, pack, packed_bytes)
 
 
-def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
+def lower(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
     geometry = problem.geometry
     compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))

@@ -41,7 +41,7 @@ MAX_TILE_SIDE = 512
 _ALIGNMENT = 16
 
 
-def claims(problem: StridedProblem, device: Device) -> bool:
+def supports(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
     if not may_load(problem, device):
@@ -71,12 +71,12 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
     half_empty = 2 * geometry.in_channels_per_group * problem.item <= grad_input_tma_shape.ROW_BYTES
-    if channels < MIN_CHANNELS or half_empty or not claims(problem, device):
+    if channels < MIN_CHANNELS or half_empty or not supports(problem, device):
         return []
-    return [part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
+    return [lower(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
 
 
-def part_with_tile(
+def lower(
     problem: StridedProblem,
     tile: TmaTile,
     multiprocessors: int = 132,

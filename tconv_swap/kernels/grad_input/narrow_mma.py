@@ -31,7 +31,6 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     NarrowTile,
     channel_tiles,
     chunk_shapes,
-    claims,
     common_constants,
     input_bytes,
     loadable,
@@ -40,6 +39,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     overlapping,
     powers,
     rounds_nothing,
+    supports,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
@@ -107,15 +107,15 @@ def _implicit_gemm_wins(problem: Problem) -> bool:
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     # In 16 bits PyTorch's operator was 1.2 to 1.6 times as fast below MOST_TAPS (one layer, both layouts, H200).
-    if not claims(problem, device, MANY_TAPS if problem.dtype.itemsize == 4 else MOST_TAPS):
+    if not supports(problem, device, MANY_TAPS if problem.dtype.itemsize == 4 else MOST_TAPS):
         return []
-    tiles = [tile for tile in schedules(of_any_size(problem, False), device) if computes(problem, tile)]
+    tiles = [tile for tile in schedules(of_any_size(problem, False), device) if supports_tile(problem, tile)]
     if len(tiles) > 1:
         tiles.sort(key=lambda tile: expected_microseconds(problem, tile, device))
-    return [build_grad_input(problem, tile, device) for tile in tiles[:count]]
+    return [lower(problem, tile, device) for tile in tiles[:count]]
 
 
-def computes(problem: Problem, tile: GradInputTile) -> bool:
+def supports_tile(problem: Problem, tile: GradInputTile) -> bool:
     """Returns whether a tile's kernel computes the size."""
     if tile.splits > 1 and input_bytes(problem.geometry) * tile.splits > WORKSPACE_LIMIT_BYTES:
         return False
@@ -129,7 +129,7 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
         layer,
         max_schedules(layer, device),
         lambda problem: grad_input_tiles(problem, device),
-        computes,
+        supports_tile,
         lambda problem, tile: expected_microseconds(problem, tile, device),
         lambda tile: _computes_any_size(layer, tile),
         without_padding=True,
@@ -143,7 +143,7 @@ def _computes_any_size(layer: Problem, tile: GradInputTile) -> bool:
     return fits and loads_every_size(layer, tile.grad_output.load)
 
 
-def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> Part:
+def lower(problem: Problem, tile: GradInputTile, device: Device) -> Part:
     """Returns the part that runs ``tile``."""
     geometry = problem.geometry
     down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)

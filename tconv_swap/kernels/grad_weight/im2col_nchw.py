@@ -61,7 +61,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 
 def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
-    family does not claim the problem.
+    family does not support the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
     that of the bias.
 
@@ -71,7 +71,7 @@ def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> lis
     stride and output channel, or segment of a copied image.
     """
     g = problem.geometry
-    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+    if not supports(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
     tiles = [
         tile
@@ -84,7 +84,7 @@ def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> lis
         )
         tiles = list(dict.fromkeys(tiles + others))
     return [
-        Ranked(expected_clocks(g, tile, device), partial(plan_with_tile, problem, tile, device, with_bias))
+        Ranked(expected_clocks(g, tile, device), partial(lower, problem, tile, device, with_bias))
         for tile in tiles[:count]
     ]
 
@@ -92,7 +92,7 @@ def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> lis
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     """Returns all tiles that compute the problem, whether the layer's kernels have them or not."""
     g = problem.geometry
-    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+    if not supports(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
     cut = (with_splits(g, tile, device) for tile in candidates(g, device))
     return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES]
@@ -120,7 +120,7 @@ def _output_planes(geometry: Geometry) -> Planes:
     return planes_of(1, geometry.out_channels, (geometry.out_height, out_row_pitch(geometry)))
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if device.architecture != "sm_90a" or not problem.is_tf32:
@@ -144,7 +144,7 @@ def _adds_all_of_grad_output(geometry: Geometry) -> bool:
     return over_input and taps_cover_stride(g, 0)
 
 
-def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """Returns the part that computes the problem with this tile."""
     g, pixels = problem.geometry, tile.pixels
     columns = columns_of(g, pixels)

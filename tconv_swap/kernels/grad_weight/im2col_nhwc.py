@@ -43,11 +43,11 @@ from tconv_swap.runtime.program import (
 
 __all__ = [
     "MAX_SCHEDULES",
-    "claims",
+    "lower",
     "part_candidates",
-    "plan_with_tile",
     "ranked",
     "reads_all_of_grad_output",
+    "supports",
     "tiles_for",
 ]
 
@@ -61,19 +61,19 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 
 def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
-    family does not claim the problem.
+    family does not support the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
     that of the bias.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8
     bytes for each split, offset in a stride and output channel.
     """
-    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
+    if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
         return []
     return [
         Ranked(
             expected_clocks(problem.geometry, tile, device),
-            partial(plan_with_tile, problem, tile, device, with_bias),
+            partial(lower, problem, tile, device, with_bias),
         )
         for tile in choose(problem, device, count)
     ]
@@ -82,12 +82,12 @@ def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> lis
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     """Returns all tiles that compute the problem."""
     g = problem.geometry
-    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
+    if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
         return []
     return list(candidates(g, device))
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if device.architecture != "sm_90a" or not problem.is_tf32:
@@ -106,7 +106,7 @@ def reads_all_of_grad_output(geometry: Geometry) -> bool:
     return over_input and taps_cover_stride(g, 0) and taps_cover_stride(g, 1)
 
 
-def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """Returns the part that computes the problem with this tile."""
     g = problem.geometry
     memory = WorkspaceLayout()

@@ -61,7 +61,7 @@ SPARE_REGISTERS = 48
 
 @lru_cache(maxsize=256)
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Returns the plan of the gradient of the weight, or None where no family of this stage claims the problem.
+    """Returns the plan of the gradient of the weight, or None where no family of this stage supports the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight; ``with_bias`` also that
     of the bias.
 
@@ -118,7 +118,7 @@ def implicit_gemm(problem: Problem, device: Device, with_bias: bool, count: int)
     """Returns the parts of the implicit GEMM, whose tiles hold a pixel's channels side by side.
     Over all sizes of a layer the first part uses one of at most ``MAX_SCHEDULES`` kernels.
     """
-    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
+    if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
     found = grad_weight_tma.ranked(problem, device, with_bias, (count + 1) // 2)
     if len(found) < count:
@@ -126,7 +126,7 @@ def implicit_gemm(problem: Problem, device: Device, with_bias: bool, count: int)
         found += [
             Ranked(
                 one.clocks(problem.geometry, device),
-                partial(plan_with_schedule, problem, one, device, with_bias),
+                partial(lower, problem, one, device, with_bias),
             )
             for one in schedules
         ]
@@ -139,7 +139,7 @@ def max_schedules(problem: Problem, device: Device) -> int:
     g = problem.geometry
     if g.taps >= MANY_TAPS:
         return 1  # narrow_mma has the other kernels
-    if grad_weight_tma.claims(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
+    if grad_weight_tma.supports(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
         return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
     if nhwc := _nhwc_schedules(problem):
         return MAX_SCHEDULES - nhwc
@@ -179,7 +179,7 @@ def _stride1_schedules(problem: Problem, device: Device) -> int:
     if (
         channels < grad_weight_stride1.MIN_CHANNELS
         or g.taps == 1
-        or not grad_weight_stride1.claims_some(problem, device)
+        or not grad_weight_stride1.supports_some_size(problem, device)
     ):
         return 0
     return grad_weight_stride1.MAX_SCHEDULES
@@ -203,7 +203,7 @@ def _im2col_nchw_may_win(problem: Problem) -> bool:
     return not one_row and g.in_channels_per_group * g.taps <= many
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernels of this file compute the problem, provided that a tile fits."""
     g = problem.geometry
     if problem.dtype not in _DTYPES or device.compute_capability < 80 or g.batch == 0:
@@ -262,7 +262,7 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
     return main, reduction_kernel(constants), math.prod(tap_blocks(problem, tile)) * bias_writers
 
 
-def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, with_bias: bool) -> Part:
+def lower(problem: Problem, schedule: Schedule, device: Device, with_bias: bool) -> Part:
     """Returns the part that computes the problem with this schedule of its layer."""
     g, tile, work = problem.geometry, schedule.tile, schedule.work
     main, reduce, bias_rows = _kernels(schedule, with_bias, device)

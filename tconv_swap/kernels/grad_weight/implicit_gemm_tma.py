@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/grad_weight/implicit_gemm_tma.cu: what it claims, and the launches of a tile."""
+"""Plans of csrc/kernels/grad_weight/implicit_gemm_tma.cu: what it supports, and the launches of a tile."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; inputs and outputs
     are those of ``implicit_gemm.plan_grad_weight``."""
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
     return [
-        Ranked(clocks, partial(plan_with_tile, problem, schedule, splits, with_bias))
+        Ranked(clocks, partial(lower, problem, schedule, splits, with_bias))
         for schedule, splits, clocks in choose(problem, device, count, max_schedules(problem, by_itself=True))
     ]
 
@@ -77,11 +77,11 @@ def plan_from_nhwc_copies(problem: Problem, device: Device, reduced_channels_las
         reduced_channels_last: the layout of the gradient where a second launch adds up splits; else it is
             channels_last.
     """
-    if not claims(problem, device):
+    if not supports(problem, device):
         return None
     found = choose(problem, device, 1, max_schedules(problem, by_itself=False))
     for schedule, splits, _ in found:
-        return plan_with_tile(problem, schedule, splits, False, reduced_channels_last)
+        return lower(problem, schedule, splits, False, reduced_channels_last)
     return None
 
 
@@ -93,7 +93,7 @@ def max_schedules(problem: Problem, by_itself: bool) -> int:
     return MAX_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if problem.dtype not in _KINDS or device.architecture != "sm_90a" or not problem.channels_last:
@@ -174,7 +174,7 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
     return main, reduction_kernel(constants(reduced_channels_last))
 
 
-def plan_with_tile(
+def lower(
     problem: Problem,
     schedule: Schedule,
     splits: int,

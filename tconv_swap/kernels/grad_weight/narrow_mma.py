@@ -36,7 +36,6 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     NarrowTile,
     channel_tiles,
     chunk_shapes,
-    claims,
     common_constants,
     loadable,
     loader_registers,
@@ -44,6 +43,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     overlapping,
     powers,
     rounds_nothing,
+    supports,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
@@ -77,7 +77,7 @@ class GradWeightTile(NarrowTile):
 
 
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Returns the plan of the gradient of the weight, or None where this family does not claim the problem.
+    """Returns the plan of the gradient of the weight, or None where this family does not support the problem.
     Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` that of the bias.
 
     Workspace: at most 64 MiB.
@@ -88,16 +88,16 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    if not claims(problem, device) or _fills_wide_tiles(problem):
+    if not supports(problem, device) or _fills_wide_tiles(problem):
         return []
     layer = of_any_size(problem, False)
-    tiles = [tile for tile in schedules(layer, device, with_bias) if computes(problem, tile, with_bias)]
+    tiles = [tile for tile in schedules(layer, device, with_bias) if supports_tile(problem, tile, with_bias)]
     if len(tiles) > 1:
         tiles.sort(key=lambda tile: expected_microseconds(problem, tile, device))
-    return [build_grad_weight(problem, tile, device, with_bias) for tile in tiles[:count]]
+    return [lower(problem, tile, device, with_bias) for tile in tiles[:count]]
 
 
-def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
+def supports_tile(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
     """Returns whether a tile's kernel computes the size."""
     geometry = problem.geometry
     splits = ceil_div(geometry.width, tile.grad_output.tile_w)
@@ -118,7 +118,7 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
         max_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
         lambda problem, tile: (
-            computes(problem, tile, False)
+            supports_tile(problem, tile, False)
             and (not with_bias or _holds_the_output(unpadded, tile.grad_output))
         ),
         lambda problem, tile: expected_microseconds(problem, tile, device),
@@ -159,9 +159,7 @@ def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
     )
 
 
-def build_grad_weight(
-    problem: Problem, tile: GradWeightTile, device: Device, with_bias: bool = False
-) -> Part:
+def lower(problem: Problem, tile: GradWeightTile, device: Device, with_bias: bool = False) -> Part:
     """Returns the part that computes the problem with ``tile``."""
     geometry = problem.geometry
     repeat, splits = splits_of(geometry, tile, device)

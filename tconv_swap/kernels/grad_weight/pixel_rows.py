@@ -64,7 +64,7 @@ def ranked(
     problem: Problem, device: Device, with_bias: bool, count: int, limit: int = MAX_SCHEDULES
 ) -> list[Ranked]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
-    family does not claim the problem.
+    family does not support the problem.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
     that of the bias.
 
@@ -76,18 +76,18 @@ def ranked(
     Args:
         limit: kernels that the layer may have over all its sizes.
     """
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
     found = choose(problem, device, limit) if limit else []
     if with_bias:
         found = [one for one in found if _reads_all_of_grad_output(problem.geometry, one[0])]
     return [
-        Ranked(clocks_of(problem, *one, device), partial(plan_with_tile, problem, *one, device, with_bias))
+        Ranked(clocks_of(problem, *one, device), partial(lower, problem, *one, device, with_bias))
         for one in found[:count]
     ]
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
     if device.architecture != "sm_90a" or not problem.is_tf32:
@@ -113,9 +113,7 @@ def _reads_all_of_grad_output(geometry: Geometry, pixel_rows: PixelRows) -> bool
     return all_cols and phases == set(range(g.stride[0]))
 
 
-def plan_with_tile(
-    problem: Problem, pixel_rows: PixelRows, tile: Tile, device: Device, with_bias: bool
-) -> Part:
+def lower(problem: Problem, pixel_rows: PixelRows, tile: Tile, device: Device, with_bias: bool) -> Part:
     """Returns the part that computes the problem with this tile."""
     g = problem.geometry
     phases = phases_of(g, pixel_rows)

@@ -84,12 +84,12 @@ def ranked(problem: Problem, device: Device, count: int) -> list[Ranked]:
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
-    if not claims(problem, device):
+    if not supports(problem, device):
         return []
     return [
         Ranked(
             MEASURED_OVER_EXPECTED * expected_clocks(problem, tile, device),
-            partial(plan_with_tile, problem, tile),
+            partial(lower, problem, tile),
         )
         for tile in choose(problem, device)[:count]
     ]
@@ -112,10 +112,10 @@ def schedules(layer: Problem, device: Device) -> tuple[Stride1Tile, ...]:
     return select_schedules(
         layer,
         MAX_SCHEDULES,
-        lambda problem: candidates(problem, device) if claims(problem, device) else (),
+        lambda problem: candidates(problem, device) if supports(problem, device) else (),
         lambda problem, tile: (
             problem.geometry.macs >= MIN_MACS
-            and claims(problem, device)
+            and supports(problem, device)
             and tile.rows.serve(output_rows(problem))
         ),
         lambda problem, tile: expected_clocks(problem, with_splits(problem, tile, device), device),
@@ -125,13 +125,13 @@ def schedules(layer: Problem, device: Device) -> tuple[Stride1Tile, ...]:
     )
 
 
-def claims_some(problem: Problem, device: Device) -> bool:
+def supports_some_size(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes some sizes of a layer."""
     return bool(schedules(of_any_size(problem, False), device))
 
 
 def preferred(problem: Problem, device: Device) -> bool:
-    """Returns whether large problems that are claimed were measured to be faster with this family.
+    """Returns whether large problems that are supported were measured to be faster with this family.
     In 16 bits only layers whose best tile for a large image holds all input channels, so that grad_output is
     loaded once.
     """
@@ -148,7 +148,7 @@ def _holds_all_channels(layer: Problem, device: Device) -> bool:
     return best.channels >= layer.geometry.in_channels_per_group
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype not in _KINDS:
@@ -214,7 +214,7 @@ def _maps(problem: Problem, tile: Stride1Tile) -> tuple[TensorMap, TensorMap]:
     return into, mapped(0, (g.out_width, g.out_height, g.out_channels, g.batch), (pixels, 1, channels, 1), 0)
 
 
-def plan_with_tile(problem: Problem, tile: Stride1Tile) -> Part:
+def lower(problem: Problem, tile: Stride1Tile) -> Part:
     """Returns the part that computes the problem with this tile."""
     g = problem.geometry
     direct = tile.splits == 1 and problem.weight_channels_last and problem.dtype == torch.float32

@@ -105,7 +105,7 @@ def columns(geometry: Geometry, tile_w: int) -> int:
     return (tile_w - 1) * geometry.stride[1] + (geometry.kernel[1] - 1) * geometry.dilation[1] + 1
 
 
-def claims(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Returns whether the kernel computes a problem, if a thread can keep its taps."""
     g = problem.geometry
     if problem.dtype not in DTYPES or g.batch == 0 or g.batch * g.height * g.width >= INT32_LIMIT:
@@ -125,7 +125,7 @@ def meets_all(geometry: Geometry) -> bool:
 def tile_of(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> DepthwiseTile | None:
     """Returns the tile for a problem, or None if a thread cannot keep its taps."""
     found = schedules(of_any_size(problem, False), output_mask, device)
-    fitting = [tile for tile in found if computes(problem, tile)]
+    fitting = [tile for tile in found if supports_tile(problem, tile)]
     if not fitting:
         return None
     best = min(fitting, key=lambda tile: loads_of_a_pixel(problem, tile))
@@ -151,13 +151,13 @@ def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> 
         layer,
         MAX_SCHEDULES,
         lambda problem: shapes,
-        computes,
+        supports_tile,
         loads_of_a_pixel,
         lambda tile: tile.tile_w == tile.load == 1,
     )
 
 
-def computes(problem: Problem, tile: DepthwiseTile) -> bool:
+def supports_tile(problem: Problem, tile: DepthwiseTile) -> bool:
     """Returns whether a tile's kernel computes the size: rows hold whole tiles and loads."""
     return problem.geometry.width % tile.tile_w == 0 and problem.geometry.out_width % tile.load == 0
 
@@ -229,17 +229,15 @@ def plan_gradients(problem: Problem, output_mask: tuple[bool, ...], device: Devi
 
     Workspace: partial sums of the gradients of weight and bias, at most 64 MiB, or one copy of them if that is more.
     """
-    if not claims(problem) or not (output_mask[0] or output_mask[1]):
+    if not supports(problem) or not (output_mask[0] or output_mask[1]):
         return None
     if output_mask[2] and not meets_all(problem.geometry):
         return None
     tile = tile_of(problem, output_mask, device)
-    return None if tile is None else plan_with_tile(problem, tile, output_mask, device)
+    return None if tile is None else lower(problem, tile, output_mask, device)
 
 
-def plan_with_tile(
-    problem: Problem, tile: DepthwiseTile, output_mask: tuple[bool, ...], device: Device
-) -> Part:
+def lower(problem: Problem, tile: DepthwiseTile, output_mask: tuple[bool, ...], device: Device) -> Part:
     """Returns the part of ``plan_gradients`` with a given tile."""
     g = problem.geometry
     wants_input, wants_weight, wants_bias = output_mask

@@ -42,7 +42,7 @@ _MAX_IMAGES = 512
 _ALIGNMENT = 16
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem: images of one pixel, whose taps are the output's pixels, in the
     order of the weight's taps."""
     g = problem.geometry
@@ -80,7 +80,7 @@ def plan_backward(
     Inputs: grad_output, input, weight (16-byte aligned). Workspace: a copy of grad_input in float32 for each 64
     ``cluster`` columns, and 8 bytes a column.
     """
-    if not claims(problem, device) or not any(output_mask[:2]):
+    if not supports(problem, device) or not any(output_mask[:2]):
         return None
     g, item = problem.geometry, problem.dtype.itemsize
     wants_input, wants_weight, wants_bias = output_mask

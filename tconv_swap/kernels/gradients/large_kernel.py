@@ -54,7 +54,7 @@ class Shape:
     tap_blocks: int
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the gradients of a problem."""
     g = problem.geometry
     if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or g.batch == 0:
@@ -145,10 +145,10 @@ def plan_gradients(problem: Problem, device: Device) -> Part | None:
     Inputs: grad_output, input, weight. Outputs: the gradients of the input and of the weight. Workspace: at most 64
     MiB.
     """
-    if not claims(problem, device) or not pays(problem):
+    if not supports(problem, device) or not pays(problem):
         return None
     shape = shape_of(problem, device)
-    return None if shape is None else build(problem, shape, device)
+    return None if shape is None else lower(problem, shape, device)
 
 
 def shared_bytes(problem: Problem, shape: Shape) -> int:
@@ -162,7 +162,7 @@ def shared_bytes(problem: Problem, shape: Shape) -> int:
     return shape.warps * (im2col + weights + sums)
 
 
-def build(problem: Problem, shape: Shape, device: Device) -> Part:
+def lower(problem: Problem, shape: Shape, device: Device) -> Part:
     """Returns the part that computes the problem in this shape."""
     g = problem.geometry
     shared = shared_bytes(problem, shape)

@@ -108,7 +108,7 @@ class Tile:
         )
 
 
-def claims(problem: Problem, device: Device) -> bool:
+def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the gradients of a problem."""
     geometry = problem.geometry
     if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.batch == 0:
@@ -136,12 +136,12 @@ def plan_gradients(problem: Problem, device: Device, wants_bias: bool) -> Part |
     Inputs: grad_output, input (16-byte aligned), weight. Outputs: the gradients of the input and of the weight, and
     if ``wants_bias`` and ``counts_the_output`` that of the bias. Workspace: at most 64 MiB.
     """
-    if not claims(problem, device) or not pays(problem):
+    if not supports(problem, device) or not pays(problem):
         return None
     found = rank(problem, device)
     if not found:
         return None
-    return build(problem, found[0], device, wants_bias and counts_the_output(problem.geometry))
+    return lower(problem, found[0], device, wants_bias and counts_the_output(problem.geometry))
 
 
 def may_read_vectors(problem: Problem) -> bool:
@@ -265,7 +265,7 @@ def rank(problem: Problem, device: Device) -> list[Tile]:
     return found
 
 
-def build(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """Returns the part that runs ``tile``; its outputs are the gradients of input, weight, and ``with_bias`` bias."""
     geometry, item = problem.geometry, problem.dtype.itemsize
     image = geometry.height * geometry.width

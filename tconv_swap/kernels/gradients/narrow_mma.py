@@ -116,7 +116,7 @@ def channel_tiles(problem: Problem) -> Iterator[tuple[int, int, int]]:
             yield m_tiles, warps_m, groups
 
 
-def claims(problem: Problem, device: Device, many_taps: int = MANY_TAPS) -> bool:
+def supports(problem: Problem, device: Device, many_taps: int = MANY_TAPS) -> bool:
     """Returns whether the narrow kernels compute a problem. ``many_taps``: the fewest that no wide tile of the stage
     holds."""
     geometry = problem.geometry

@@ -87,7 +87,7 @@ class _FusedLaunch:
 def plan_forward(
     norm: Norm, *, trains: bool, updates: bool, momentum: float | None, saves: bool, device: Device
 ) -> Plan | None:
-    """Returns the plan of a normalisation and its activation, or None where the kernels do not claim it.
+    """Returns the plan of a normalisation and its activation, or None where the kernels do not support it.
     Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, all but the first or None;
     with ``norm.adds`` the added tensor, which has the layout of the first. Outputs: the result; with ``saves``
     also ``[2, groups]`` float32, means and ``1 / sqrt(variance + eps)``, from which the backward pass starts.
@@ -133,7 +133,7 @@ def plan_forward(
 
 def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device: Device) -> Plan | None:
     """Returns the plan of the gradients of a normalisation and its activation, or None where the kernels do not
-    claim it.
+    support it.
     Inputs: the gradient of the output, the normalised tensor, what the forward pass saved, weight, bias; with
     ``norm.adds`` the output. Outputs: the gradients that ``wants`` selects: that of the tensor; those of weight and
     bias, ``[groups]``, float32 for every image where statistics are per image, else in the dtype of the parameters;

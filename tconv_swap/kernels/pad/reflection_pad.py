@@ -61,7 +61,7 @@ class Pad:
 
 
 def plan_forward(pad: Pad, device: Device) -> Plan | None:
-    """Returns the plan that pads an image, or None where the kernel does not claim it: no elements, padding that is
+    """Returns the plan that pads an image, or None where the kernel does not support it: no elements, padding that is
     negative or not less than the size, too many elements. Input: the image. Output: the padded image, of the same
     layout."""
     return _planned(pad, "forward", pad.padded_shape, device) if _is_claimed(pad) else None

@@ -59,7 +59,7 @@ def test_one_launch_computes_everything(channels_last: bool) -> None:
 
 def test_another_family_that_needs_one_launch_comes_first() -> None:
     """It is faster: it has as many launches, and its kernels are compiled for the layer."""
-    assert tiny_family.claims(problem())
+    assert tiny_family.supports(problem())
     assert plan.plan_forward(problem(), True, TURING).family == "narrow_ffma"
     assert plan.plan_backward(problem(), (True, False, False), TURING).family == "general"
     assert plan.plan_backward(problem(), (True, True, True), TURING).family == "tiny"
@@ -97,8 +97,8 @@ def test_each_gradient_has_the_threads_that_it_needs(mask: tuple[bool, ...]) -> 
 )
 def test_the_family_does_not_compute_larger_problems(change: dict) -> None:
     larger = problem(replace(SMALL, **change))
-    assert tiny_family.claims(problem())
-    assert not tiny_family.claims(larger)
+    assert tiny_family.supports(problem())
+    assert not tiny_family.supports(larger)
     assert plan.plan_forward(larger, True, H200).family != "tiny"
     assert plan.plan_backward(larger, (True, True, True), H200).family != "tiny"
 
@@ -106,11 +106,11 @@ def test_the_family_does_not_compute_larger_problems(change: dict) -> None:
 def test_the_family_does_not_compute_large_outputs_of_few_products() -> None:
     sparse = Geometry(1, 4096, 1, 1, 4096, (1, 1), (16, 16), output_padding=(15, 15), groups=4096)
     assert sparse.macs < tiny_family.MAX_MACS
-    assert not tiny_family.claims(problem(sparse))
+    assert not tiny_family.supports(problem(sparse))
 
 
 def test_the_family_does_not_compute_float64() -> None:
-    assert not tiny_family.claims(problem(dtype=torch.float64))
+    assert not tiny_family.supports(problem(dtype=torch.float64))
 
 
 def test_one_kernel_computes_every_geometry_and_layout() -> None:
@@ -223,7 +223,7 @@ def random_geometry(rng: random.Random) -> Geometry:
             dilation,
             groups,
         )
-        if min(made.out_height, made.out_width) >= 1 and tiny_family.claims(problem(made)):
+        if min(made.out_height, made.out_width) >= 1 and tiny_family.supports(problem(made)):
             return made
 
 

@@ -79,7 +79,7 @@ def test_row_tiles_fill_the_gpu() -> None:
             for tile in forward_col2im_choice.rank(posed, H200)[:3]:
                 row_tiles = forward_col2im_tile.row_tiles(posed, tile, H200)
                 assert 1 <= row_tiles <= forward_col2im_tile.MAX_ROW_TILES
-                assert forward_col2im.plan_with_tile(posed, True, tile, H200).launches[0].grid <= (
+                assert forward_col2im.lower(posed, True, tile, H200).launches[0].grid <= (
                     132 * tile.blocks_per_multiprocessor
                 )
 
@@ -90,7 +90,7 @@ def test_tensor_maps_are_legal() -> None:
             for channels_last in (False, True):
                 posed = problem(geometry, dtype, channels_last)
                 for tile in forward_col2im_choice.candidates(posed, H200):
-                    (map_,) = forward_col2im.plan_with_tile(posed, True, tile, H200).launches[0].tensor_maps
+                    (map_,) = forward_col2im.lower(posed, True, tile, H200).launches[0].tensor_maps
                     assert all(stride % 16 == 0 for stride in map_.strides)
                     assert all(1 <= size <= 256 for size in map_.box)
                     assert map_.box[0] * dtype.itemsize == map_.swizzle_bytes
@@ -108,9 +108,9 @@ def test_tensor_maps_are_legal() -> None:
     ids=str,
 )
 def test_other_problems_are_not_claimed(other: Geometry) -> None:
-    assert forward_col2im.claims(problem(DCGAN), H200)
-    assert not forward_col2im.claims(problem(other), H200)
-    assert not forward_col2im.claims(problem(DCGAN), plan.Device("sm_80", 108, 163 << 10))
+    assert forward_col2im.supports(problem(DCGAN), H200)
+    assert not forward_col2im.supports(problem(other), H200)
+    assert not forward_col2im.supports(problem(DCGAN), plan.Device("sm_80", 108, 163 << 10))
 
 
 def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geometry:
@@ -141,7 +141,7 @@ def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geome
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    """Every problem that the kernel supports is computed right by a random tile, in poisoned memory, with the same bits
     twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -155,12 +155,12 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
         posed = plan.Problem(geometry, dtype, "ieee", channels_last, rng.random() < 0.5)
         tiles = (
             list(forward_col2im_choice.candidates(posed, facts))
-            if forward_col2im.claims(posed, facts)
+            if forward_col2im.supports(posed, facts)
             else []
         )
         if tiles:
             break
     with_bias = rng.random() < 0.5
-    made = forward_col2im.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    made = forward_col2im.lower(posed, with_bias, rng.choice(tiles), facts)
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=with_bias)

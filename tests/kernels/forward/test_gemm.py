@@ -83,15 +83,15 @@ def test_a_layer_that_also_has_stride1_leaves_two_kernels_for_other_maps(kernel:
     ids=str,
 )
 def test_other_problems_are_not_claimed(other: Geometry) -> None:
-    assert forward_gemm.claims(problem(DCGAN), H200)
-    assert not forward_gemm.claims(problem(other), H200)
+    assert forward_gemm.supports(problem(DCGAN), H200)
+    assert not forward_gemm.supports(problem(other), H200)
 
 
 def test_layouts_that_differ_are_not_claimed() -> None:
     for last, weight_last in ((False, True), (True, False)):
         mixed = plan.Problem(DCGAN, torch.float16, "ieee", last, weight_last)
-        assert not forward_gemm.claims(mixed, H200)
-        assert forward_gemm.claims(replace(mixed, geometry=replace(DCGAN, kernel=(1, 1))), H200)
+        assert not forward_gemm.supports(mixed, H200)
+        assert forward_gemm.supports(replace(mixed, geometry=replace(DCGAN, kernel=(1, 1))), H200)
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -109,7 +109,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    """Every problem that the kernel supports is computed right by a random tile, in poisoned memory, with the same bits
     twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -119,10 +119,10 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
         pytest.skip("the kernel is made for sm_80 and later")
     while True:
         posed = problem(random_geometry(rng), dtype, precision, rng.random() < 0.5)
-        tiles = list(forward_gemm.candidates(posed, facts)) if forward_gemm.claims(posed, facts) else []
+        tiles = list(forward_gemm.candidates(posed, facts)) if forward_gemm.supports(posed, facts) else []
         if tiles:
             break
     with_bias = rng.random() < 0.5
-    made = forward_gemm.plan_with_tile(posed, with_bias, rng.choice(tiles))
+    made = forward_gemm.lower(posed, with_bias, rng.choice(tiles))
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, posed.geometry, dtype, layouts, tolerance, with_bias=with_bias)

@@ -63,7 +63,7 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
         for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
             problem = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
             for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200):
-                made = forward_implicit_gemm.plan_with_tile(schedule.problem, schedule.tile, H200)
+                made = forward_implicit_gemm.lower(schedule.problem, schedule.tile, H200)
                 _, log = jit.compile_with_log(computing(made), "sm_90a")
                 spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
                 assert spills
@@ -140,7 +140,7 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
     dtype, precision = rng.choice(MODES)
     channels_last = rng.random() < 0.5
     problem = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
-    if not forward_implicit_gemm.claims(problem, H200):
+    if not forward_implicit_gemm.supports(problem, H200):
         return chosen(rng, most, batch)
     (found,) = forward_classes.choose(problem, H200)
     return found
@@ -288,7 +288,7 @@ def test_wide_strides_are_computed_in_groups_of_phases(
     geometry = wide_stride(50, wide)
     for dtype, precision in MODES:
         posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
-        assert forward_implicit_gemm.claims(posed, H200)
+        assert forward_implicit_gemm.supports(posed, H200)
         rows, cols = posed.phases
         assert rows == 1
         assert geometry.stride[1] % cols == 0
@@ -302,7 +302,7 @@ def test_strides_of_too_many_groups_are_left_out(stride: int) -> None:
     posed = make_problem(
         wide_stride(50, (2 * stride, stride, 0)), torch.float16, "tf32", True, True, has_bias=False
     )
-    assert not forward_implicit_gemm.claims(posed, H200)
+    assert not forward_implicit_gemm.supports(posed, H200)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------
@@ -331,11 +331,9 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
             problem = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
-            if forward_implicit_gemm.claims(problem, H200):
+            if forward_implicit_gemm.supports(problem, H200):
                 one = rng.choice(forward_classes.choose(problem, H200, 4))
-                by_kernel.setdefault(computing(forward_implicit_gemm.plan_with_tile(*one, H200)), []).append(
-                    one
-                )
+                by_kernel.setdefault(computing(forward_implicit_gemm.lower(*one, H200)), []).append(one)
         several = [found for found in by_kernel.values() if len(found) >= 3]
         if several:
             return dtype, channels_last, bias, rng.choice(several)[:3]
@@ -356,7 +354,7 @@ def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
         pytest.skip("the tiles are chosen for sm_90a")
     dtype, channels_last, bias, found = sizes_of_one_kernel(random.Random(seed))
     for problem, tile in (*found, found[0]):
-        made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+        made = forward_implicit_gemm.lower(problem, tile, H200)
         layouts = (channels_last, channels_last)
         assert_kernel_matches(made, problem.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)
 
@@ -375,7 +373,7 @@ def test_tiles_of_several_images(height: int, width: int, channels: int) -> None
     )
     assert problem.aligned
     assert height * width % tile.cols
-    made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+    made = forward_implicit_gemm.lower(problem, tile, H200)
     assert_kernel_matches(
         made, geometry, torch.float32, (False, False), TOLERANCE[torch.float32], with_bias=True
     )
@@ -395,6 +393,6 @@ def test_wide_strides(
         geometry = wide_stride(width, wide, batch)
         posed = make_problem(geometry, dtype, precision, channels_last, channels_last, has_bias=True)
         for problem, tile in forward_classes.choose(posed, H200, 4):
-            made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+            made = forward_implicit_gemm.lower(problem, tile, H200)
             layouts = (channels_last, channels_last)
             assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=True)

@@ -28,7 +28,7 @@ def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for _ in range(60):
         posed, tile = random_case(rng, dtype)
-        made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
+        made = forward_implicit_gemm.lower(posed, tile, H200)
         forward = next(one for one in made.launches if one.kernel.entry == "forward_implicit_gemm_tma")
         assert tile.blocks_per_multiprocessor * (forward.shared_bytes + 1024) <= 228 << 10
         for box in forward.tensor_maps:
@@ -208,7 +208,7 @@ def test_ieee_uses_another_kernel() -> None:
 @pytest.mark.parametrize("nhwc_copy", [False, True])
 @pytest.mark.parametrize("seed", range(24))
 def test_random_tiles_match_float64_on_random_geometries(seed: int, nhwc_copy: bool) -> None:
-    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    """Every problem that the kernel supports is computed right by a random tile, in poisoned memory, with the same bits
     twice, and NaNs in the channels of another group change nothing."""
     rng = random.Random(2 * seed + nhwc_copy)
     torch.manual_seed(seed)
@@ -219,7 +219,7 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int, nhwc_copy: b
     posed, tile = random_case(rng, dtype, nhwc_copy)
     tile = vary(rng, posed, tile)
     geometry = posed.geometry
-    made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
+    made = forward_implicit_gemm.lower(posed, tile, H200)
     layouts = (not nhwc_copy, posed.weight_channels_last)
     run = assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=posed.has_bias)
     if geometry.groups > 1:
@@ -238,7 +238,7 @@ def test_staggered_tiles_match_float64_on_random_geometries(seed: int) -> None:
         pytest.skip("the kernel is for sm_90a")
     dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
     posed, tile = staggered_case(random.Random(seed), dtype)
-    made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
+    made = forward_implicit_gemm.lower(posed, tile, H200)
     layouts = (True, posed.weight_channels_last)
     assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=posed.has_bias)
 
@@ -260,7 +260,7 @@ def test_tiles_for_nchw_match_float64_on_random_geometries(
     )
     dtype = dtypes[seed % len(dtypes)]
     posed, tile = case(random.Random(seed), dtype)
-    made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
+    made = forward_implicit_gemm.lower(posed, tile, H200)
     assert_kernel_matches(
         made, posed.geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=posed.has_bias
     )

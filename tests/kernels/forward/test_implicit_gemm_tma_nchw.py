@@ -55,7 +55,7 @@ def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
 def test_rows_of_whole_16_bytes_use_the_kernel(geometry: Geometry, dtype: torch.dtype) -> None:
     problem, tile = first_tile(posed(geometry, dtype))
     assert tile.nchw_stages >= 2
-    made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+    made = forward_implicit_gemm.lower(problem, tile, H200)
     assert made.launches[1].kernel.source == "forward/implicit_gemm_tma_nchw.cu"
     (map_,) = made.launches[1].tensor_maps
     assert all(stride % 16 == 0 for stride in map_.strides)
@@ -159,7 +159,7 @@ def random_case(seed: int) -> tuple[TileProblem, Tile]:
         if geometry.out_height < 1 or geometry.out_width < 1:
             continue
         problem = aligned(make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5))
-        found = tiles(problem) if forward_implicit_gemm.claims(problem, H200) else []
+        found = tiles(problem) if forward_implicit_gemm.supports(problem, H200) else []
         if found:
             return problem, rng.choice(found)
 
@@ -185,5 +185,5 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     problem, tile = random_case(seed)
     geometry, dtype = problem.geometry, problem.dtype
-    made = forward_implicit_gemm.plan_with_tile(problem, tile, facts)
+    made = forward_implicit_gemm.lower(problem, tile, facts)
     assert_kernel_matches(made, geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=problem.has_bias)

@@ -118,9 +118,9 @@ def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: boo
 
 
 def test_offsets_past_32_bits_are_not_claimed() -> None:
-    assert forward_narrow_mma.claims(problem(RGB), H200)
-    assert not forward_narrow_mma.claims(problem(replace(RGB, height=8192, width=4096)), H200)
-    assert forward_narrow_mma.claims(problem(RGB.with_batch(10**6)), H200)
+    assert forward_narrow_mma.supports(problem(RGB), H200)
+    assert not forward_narrow_mma.supports(problem(replace(RGB, height=8192, width=4096)), H200)
+    assert forward_narrow_mma.supports(problem(RGB.with_batch(10**6)), H200)
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -209,10 +209,10 @@ def test_direct_stores_and_two_parts_match_float64_on_random_geometries(seed: in
         )
         posed = plan.Problem(geometry, dtype, precision, rng.random() < 0.5, rng.random() < 0.5)
         tiles = [tile for tile in forward_narrow_mma_choice.candidates(posed, facts) if tile.direct == direct]
-        if forward_narrow_mma.claims(posed, facts) and tiles:
+        if forward_narrow_mma.supports(posed, facts) and tiles:
             break
     with_bias = rng.random() < 0.5
-    made = forward_narrow_mma.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    made = forward_narrow_mma.lower(posed, with_bias, rng.choice(tiles), facts)
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, geometry, dtype, layouts, tolerance, with_bias=with_bias)
 
@@ -220,7 +220,7 @@ def test_direct_stores_and_two_parts_match_float64_on_random_geometries(seed: in
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Every problem that the kernel claims is computed right by a random tile, in poisoned memory, with the same bits
+    """Every problem that the kernel supports is computed right by a random tile, in poisoned memory, with the same bits
     twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -230,9 +230,9 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
         geometry = random_geometry(rng)
         posed = plan.Problem(geometry, dtype, "ieee", rng.random() < 0.5, rng.random() < 0.5)
         tiles = list(forward_narrow_mma_choice.candidates(posed, facts))
-        if forward_narrow_mma.claims(posed, facts) and tiles:
+        if forward_narrow_mma.supports(posed, facts) and tiles:
             break
     with_bias = rng.random() < 0.5
-    made = forward_narrow_mma.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    made = forward_narrow_mma.lower(posed, with_bias, rng.choice(tiles), facts)
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=with_bias)

@@ -263,7 +263,7 @@ def col2im_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
         )
         dtype, precision = rng.choice(MODES)
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-        if min(geometry.out_height, geometry.out_width) <= 0 or not forward_col2im.claims(problem, H200):
+        if min(geometry.out_height, geometry.out_width) <= 0 or not forward_col2im.supports(problem, H200):
             continue
         if forward_col2im.plan_candidates(problem, False, H200, 1):
             return problem

@@ -55,8 +55,8 @@ def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry
         assert found
         for tile in found:
             assert forward_stride1_tile.shared_bytes(posed, tile) <= H200.shared_memory_per_block
-            pack, main = forward_stride1.plan_with_tile(posed, tile).launches
-            assert pack.grid * pack.block * 16 >= forward_stride1.plan_with_tile(posed, tile).workspace_bytes
+            pack, main = forward_stride1.lower(posed, tile).launches
+            assert pack.grid * pack.block * 16 >= forward_stride1.lower(posed, tile).workspace_bytes
             for one in main.tensor_maps:
                 assert all(stride % 16 == 0 for stride in one.strides)
                 assert all(1 <= size <= 256 for size in one.box)
@@ -64,18 +64,18 @@ def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry
 
 
 def test_other_problems_are_not_claimed() -> None:
-    assert forward_stride1.claims(as_output(FEW), H200)
-    assert not forward_stride1.claims(as_output(FEW), replace(H200, architecture="sm_100"))
+    assert forward_stride1.supports(as_output(FEW), H200)
+    assert not forward_stride1.supports(as_output(FEW), replace(H200, architecture="sm_100"))
     for other in ({"stride": (2, 2)}, {"dilation": (1, 2)}, {"groups": 2}, {"in_channels": 288}):
-        assert not forward_stride1.claims(as_output(replace(FEW, **other)), H200)
-    # Rows whose bytes are no multiple of 16 are claimed only where no tap reads beyond their ends.
+        assert not forward_stride1.supports(as_output(replace(FEW, **other)), H200)
+    # Rows whose bytes are no multiple of 16 are supported only where no tap reads beyond their ends.
     uneven = replace(FEW, width=1026)
-    assert not forward_stride1.claims(as_output(uneven), H200)
-    assert forward_stride1.claims(as_output(replace(uneven, padding=(0, 2))), H200)
+    assert not forward_stride1.supports(as_output(uneven), H200)
+    assert forward_stride1.supports(as_output(replace(uneven, padding=(0, 2))), H200)
     # Addresses of every second channel differ by multiples of 16 bytes, or only those of every fourth.
-    assert forward_stride1.claims(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
+    assert forward_stride1.supports(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
     fourth = replace(uneven, width=1025, height=511, padding=(0, 2))
-    assert not forward_stride1.claims(as_output(fourth), H200)
+    assert not forward_stride1.supports(as_output(fourth), H200)
     # All weights of some output channels have to fit shared memory.
     assert not list(forward_stride1_tile.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
 
@@ -99,7 +99,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 def random_part(
     rng: random.Random, of_grad_input: bool, device: plan.Device
 ) -> tuple[plan.Problem, bool, Part]:
-    """A problem that the kernel claims, whether it has a bias, and one of its tiles for it."""
+    """A problem that the kernel supports, whether it has a bias, and one of its tiles for it."""
     while True:
         posed = problem(random_geometry(rng), rng.choice(list(TOLERANCES)))
         posed = replace(posed, weight_channels_last=rng.random() < 0.5)
@@ -111,13 +111,13 @@ def random_part(
         small = replace(device, multiprocessors=rng.choice((2, 40, device.multiprocessors)))
         found = (
             list(forward_stride1_tile.candidates(tiled, small))
-            if forward_stride1.claims(tiled, device)
+            if forward_stride1.supports(tiled, device)
             else []
         )
         if found:
             tile = rng.choice(found)
             tile = replace(tile, stages=rng.randint(2, tile.stages))
-            return posed, has_bias, forward_stride1.plan_with_tile(tiled, tile)
+            return posed, has_bias, forward_stride1.lower(tiled, tile)
 
 
 @pytest.mark.gpu

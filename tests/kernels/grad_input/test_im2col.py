@@ -100,7 +100,7 @@ def cases(
         problem = plan.Problem(geometry, dtype, precision, False, False)
         posed = as_convolution(problem)
         kinds: dict[tuple[object, ...], list[Im2colTile]] = {}
-        if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
+        if posed.step != (1, 1) and grad_input_im2col.supports(posed, H200):
             for tile in tiles_of(rng, posed):
                 kernel, shape = tile.kernel, tile.shape
                 kind = (kernel, shape.paired, shape.cols, shape.images > 1, shape.wide)
@@ -116,7 +116,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     grad_input/im2col.cu does, and by the definition."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step
-    launches = grad_input_im2col.part_with_tile(posed, tile).launches
+    launches = grad_input_im2col.lower(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
     shape, stage_channels = words_by_name("Im2colTileShape", main.structs[1]), constants["STAGE_CHANNELS"]
@@ -281,7 +281,7 @@ def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
     posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
     kernel = next(one for one in grad_input_im2col_tile.kernels(posed, H200) if one.partial)
     tile = Im2colTile(kernel, next(grad_input_im2col_tile.shapes(posed, kernel, H200)), 2)
-    part = grad_input_im2col.part_with_tile(posed, tile)
+    part = grad_input_im2col.lower(posed, tile)
     pad, main, _ = part.launches
     stored = main.tensor_maps[0].base.value
     assert pad.arguments[1] == main.tensor_maps[0].base
@@ -297,6 +297,6 @@ def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
 def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for problem, posed, tile in (*cases(100 + seed, 6), *cases(100 + seed, 2, wide=True)):
-        part, tolerance = grad_input_im2col.part_with_tile(posed, tile), TOLERANCE[problem.dtype]
+        part, tolerance = grad_input_im2col.lower(posed, tile), TOLERANCE[problem.dtype]
         mask = (True, False, False)
         assert_kernel_matches(part, problem.geometry, problem.dtype, (False, False), tolerance, mask)

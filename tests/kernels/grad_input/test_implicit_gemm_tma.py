@@ -83,7 +83,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         if rng.random() < 0.3:
             posed = replace(posed, output_channels_last=False)
         kinds: dict[tuple[object, ...], list[TmaTile]] = {}
-        if posed.step != (1, 1) and grad_input_tma.claims(posed, H200):
+        if posed.step != (1, 1) and grad_input_tma.supports(posed, H200):
             for tile in every_tile(posed):
                 if not grad_input_tma_tile.legal(posed, tile):
                     continue
@@ -210,7 +210,7 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
 def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
     for _, posed, tile in cases(seed, 10):
         channels_last = replace(posed, output_channels_last=True)
-        part = grad_input_tma.part_with_tile(channels_last, tile)
+        part = grad_input_tma.lower(channels_last, tile)
         found, wanted = emulated(channels_last, part, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
 
@@ -285,7 +285,7 @@ def test_of_strides_above_8_only_whole_ones_are_loaded() -> None:
             replace(layer, groups=2),
             replace(layer, kernel=(10, 4), stride=(10, 1), padding=(0, 0)),
         ):
-            assert not grad_input_tma.claims(as_convolution(plan.Problem(other, *mode, True, True)), H200)
+            assert not grad_input_tma.supports(as_convolution(plan.Problem(other, *mode, True, True)), H200)
 
 
 def test_two_consumers_get_no_tile_that_is_larger_than_the_map() -> None:
@@ -326,7 +326,7 @@ def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
         geometry = Geometry(batch, 256, side, side, 256, (3, 3), (2, 2), groups=2)
         posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
         (tile,) = grad_input_tma_choice.choose(replace(posed, output_channels_last=False), H200)
-        part = grad_input_tma.part_with_tile(posed, tile)
+        part = grad_input_tma.lower(posed, tile)
         kernels.add(part.launches[0].kernel)
         shapes.add((tile.images, tile.rows, tile.cols))
         multiplied = math.prod(grad_input_tma_shape.tile_counts(posed, tile)) * tile.positions
@@ -339,7 +339,7 @@ def test_operands_may_be_in_the_workspace() -> None:
     geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
     posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
     tile = next(grad_input_tma_tile.tiles(posed, H200))
-    part = grad_input_tma.part_with_tile(posed, tile, 132, workspace(512), input_(2))
+    part = grad_input_tma.lower(posed, tile, 132, workspace(512), input_(2))
     assert [one.base for one in part.launches[0].tensor_maps[:2]] == [workspace(512), input_(2)]
 
 
@@ -351,7 +351,7 @@ def test_operands_may_be_in_the_workspace() -> None:
 def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for problem, posed, tile in cases(100 + seed, 6):
-        made = grad_input_tma.part_with_tile(posed, tile)
+        made = grad_input_tma.lower(posed, tile)
         channels_last = posed.output_channels_last
         whole = Plan(
             made.family,

@@ -98,21 +98,20 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
     posed = as_convolution(problem)
     if posed.step == (1, 1):
         return
-    if grad_input_tma.claims(posed, device):
+    if grad_input_tma.supports(posed, device):
         tiles = grad_input_tma_choice.choose(posed, device, count)
-        yield from (grad_input_tma.part_with_tile(posed, tile) for tile in tiles)
-    if grad_input_im2col.claims(posed, device):
+        yield from (grad_input_tma.lower(posed, tile) for tile in tiles)
+    if grad_input_im2col.supports(posed, device):
         # Tiles that are not expected to pay are included.
         found = [
             tile
             for one in grad_input_im2col_choice.schedules(of_any_size(posed), device)
             for _, tile in grad_input_im2col_choice.best_tiles(one, posed, device)
         ]
-        yield from (grad_input_im2col.part_with_tile(posed, tile) for tile in found[:count])
-    if grad_input_implicit_gemm.claims(posed, device):
+        yield from (grad_input_im2col.lower(posed, tile) for tile in found[:count])
+    if grad_input_implicit_gemm.supports(posed, device):
         yield from (
-            grad_input_implicit_gemm.part_with_tile(*tile)
-            for tile in grad_input_choice.choose(posed, device, count)
+            grad_input_implicit_gemm.lower(*tile) for tile in grad_input_choice.choose(posed, device, count)
         )
 
 
@@ -127,16 +126,16 @@ def every_schedule(problem: plan.Problem) -> Iterator[Part]:
     """Yields the parts of all schedules of the problem's layer, but those of maps of one pixel."""
     posed = as_convolution(problem)
     layer = of_any_size(posed)
-    if grad_input_tma.claims(posed, H200):
+    if grad_input_tma.supports(posed, H200):
         for (_, tile), *_ in grad_input_tma_choice.schedules(layer, H200):
-            yield grad_input_tma.part_with_tile(posed, tile)
-    if grad_input_im2col.claims(posed, H200):
+            yield grad_input_tma.lower(posed, tile)
+    if grad_input_im2col.supports(posed, H200):
         by_kernel = {tile.kernel: tile for tile in im2col_tiles(layer)}
         for tile in by_kernel.values():
-            yield grad_input_im2col.part_with_tile(posed, tile)
-    if grad_input_implicit_gemm.claims(posed, H200):
+            yield grad_input_im2col.lower(posed, tile)
+    if grad_input_implicit_gemm.supports(posed, H200):
         for one in grad_input_choice.schedules(layer, H200):
-            yield grad_input_implicit_gemm.part_with_tile(one.problem, one.tile)
+            yield grad_input_implicit_gemm.lower(one.problem, one.tile)
 
 
 def test_the_kernels_of_all_schedules_compile() -> None:
@@ -171,7 +170,7 @@ def any_problem(rng: random.Random) -> StridedProblem:
 def test_the_assumptions_of_an_implicit_gemm_kernel_hold_for_its_sizes(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
-        if not grad_input_implicit_gemm.claims(posed, H200):
+        if not grad_input_implicit_gemm.supports(posed, H200):
             continue
         (rows, cols), step, width = posed.positions, posed.step, posed.geometry.width
         image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
@@ -196,16 +195,16 @@ def test_the_assumptions_of_an_implicit_gemm_kernel_hold_for_its_sizes(seed: int
 def test_the_boxes_of_a_size_have_the_bytes_that_its_kernel_expects(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
-        if not grad_input_tma.claims(posed, H200):
+        if not grad_input_tma.supports(posed, H200):
             continue
         for shapes in grad_input_tma_choice.schedules(of_any_size(posed), H200):
-            (kernel,) = {grad_input_tma.part_with_tile(posed, tile).launches[0].kernel for _, tile in shapes}
+            (kernel,) = {grad_input_tma.lower(posed, tile).launches[0].kernel for _, tile in shapes}
             constants, largest = dict(kernel.constants), max(tile.box_pixels for _, tile in shapes)
             assert largest * grad_input_tma_shape.ROW_BYTES == constants["INPUT_BYTES"]
             assert grad_input_tma_choice.in_best_shape(shapes, posed, H200) in [tile for _, tile in shapes]
             sized = (grad_input_tma_gemm.for_size(one, posed, grad_input_tma_tile.legal) for _, one in shapes)
             for tile in itertools.chain.from_iterable(sized):
-                (main, *_) = grad_input_tma.part_with_tile(posed, tile).launches
+                (main, *_) = grad_input_tma.lower(posed, tile).launches
                 source = main.tensor_maps[0]
                 assert max(source.box) <= 256
                 loaded = posed.item * math.prod(
@@ -223,11 +222,11 @@ def test_the_boxes_of_a_size_have_the_bytes_that_its_kernel_expects(seed: int) -
 def test_boxes_begin_at_addresses_that_tma_can_read(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
-        if not grad_input_im2col.claims(posed, H200):
+        if not grad_input_im2col.supports(posed, H200):
             continue
         for one in im2col_tiles(of_any_size(posed)):
             for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal):
-                launches = grad_input_im2col.part_with_tile(posed, tile).launches
+                launches = grad_input_im2col.lower(posed, tile).launches
                 main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
@@ -270,7 +269,7 @@ def test_sizes_are_near_the_best_of_all_tiles() -> None:
         for _ in range(6):
             geometry = random_sizes(rng, layer.geometry, 128)
             posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
-            if posed.step == (1, 1) or not grad_input_tma.claims(posed, H200):
+            if posed.step == (1, 1) or not grad_input_tma.supports(posed, H200):
                 continue
             first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
             best = min(grad_input_tma_choice.expected(posed, tile, H200) for tile in (first, *others))

@@ -30,7 +30,7 @@ def test_every_tile_keeps_the_limits_of_tma_and_holds_what_its_taps_read(geometr
     tiles = im2col_nchw.tiles_for(posed, H200, with_bias=False)
     assert tiles
     for tile in tiles:
-        made = im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False)
+        made = im2col_nchw.lower(posed, tile, H200, with_bias=False)
         step = next(step for step in made.launches if step.kernel.entry == "grad_weight_im2col_nchw")
         assert step.shared_bytes <= H200.shared_memory_per_block
         for one in step.tensor_maps:
@@ -71,7 +71,7 @@ def test_columns_outside_of_grad_output_are_tested_or_filled_with_zeros(geometry
     g, posed = geometry, tf32_problem(geometry)
     done = 0
     for tile in im2col_nchw.tiles_for(posed, H200, with_bias=False):
-        made = im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False)
+        made = im2col_nchw.lower(posed, tile, H200, with_bias=False)
         step = next(step for step in made.launches if step.kernel.entry == "grad_weight_im2col_nchw")
         constants = dict(step.kernel.constants)
         cols, limit = tile.pixels.cols, constants["MIN_OUT_WIDTH"]
@@ -109,7 +109,7 @@ def test_one_kernel_computes_all_widths_up_to_its_pitch() -> None:
             == (1, 2, 16, False)
             and (tile.warpgroups, tile.m_tiles, tile.cols) == (2, 1, 256)
         )
-        launches = im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False).launches
+        launches = im2col_nchw.lower(posed, tile, H200, with_bias=False).launches
         kernels.update(one.kernel for one in launches if one.kernel.entry == "grad_weight_im2col_nchw")
     assert len(kernels) == 1
 

@@ -32,7 +32,7 @@ def test_every_tile_keeps_the_limits_of_tma_and_holds_what_its_taps_read(geometr
     tiles = im2col_nhwc.tiles_for(posed, H200, with_bias=False)
     assert tiles
     for tile in tiles:
-        made = im2col_nhwc.plan_with_tile(posed, tile, H200, with_bias=False)
+        made = im2col_nhwc.lower(posed, tile, H200, with_bias=False)
         step = made.launches[0]
         assert step.shared_bytes <= H200.shared_memory_per_block
         assert step.grid % tile.cluster == 0

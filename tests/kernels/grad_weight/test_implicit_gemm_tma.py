@@ -17,7 +17,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight.implicit_gemm import reads_all_of_grad_output
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma import claims, plan_with_tile
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma import lower, supports
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import schedule_of, split_choices, work_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, shared_bytes
 from tconv_swap.runtime import launch
@@ -64,8 +64,8 @@ def test_wide_layers_in_16_bits_and_channels_last_are_planned_with_tma(geometry:
     ids=str,
 )
 def test_what_tma_cannot_load_is_not_claimed(change: dict) -> None:
-    assert claims(problem(CYCLEGAN), H200)
-    assert not claims(problem(replace(CYCLEGAN, **change)), H200)
+    assert supports(problem(CYCLEGAN), H200)
+    assert not supports(problem(replace(CYCLEGAN, **change)), H200)
 
 
 def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> None:
@@ -75,8 +75,8 @@ def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> Non
     # Three taps side by side, not two and one unused.
     constants = dict(part.launches[0].kernel.constants)
     assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))
-    assert not claims(problem(replace(gaps, stride=(3, 3), dilation=(1, 1))), H200)
-    assert not claims(problem(replace(gaps, in_channels=24)), H200)
+    assert not supports(problem(replace(gaps, stride=(3, 3), dilation=(1, 1))), H200)
+    assert not supports(problem(replace(gaps, in_channels=24)), H200)
 
 
 def possible_splits(posed: plan.Problem, tma_tile: TmaTile, device: plan.Device) -> list[int]:
@@ -93,7 +93,7 @@ def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(
     for tma_tile in random.Random(0).sample(found, min(40, len(found))):
         assert shared_bytes(posed, tma_tile) <= H200.shared_memory_per_block
         for splits in possible_splits(posed, tma_tile, H200):
-            part = plan_with_tile(posed, schedule_of(posed, tma_tile), splits, False)
+            part = lower(posed, schedule_of(posed, tma_tile), splits, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
             # Whole tiles may be four times the gradient: taps and channels may not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
@@ -145,7 +145,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 def forced(posed: plan.Problem, tma_tile: TmaTile, splits: int, with_bias: bool) -> Plan:
     g = posed.geometry
-    part = plan_with_tile(posed, schedule_of(posed, tma_tile), splits, with_bias)
+    part = lower(posed, schedule_of(posed, tma_tile), splits, with_bias)
     assert any(a.kind is ArgumentKind.TENSOR_MAP for a in part.launches[0].arguments)
     outputs = [Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,))]
     return Plan(part.family, part.why, tuple(outputs[: 1 + with_bias]), part.launches, part.workspace_bytes)
@@ -156,7 +156,7 @@ def posed_at_random(
 ) -> tuple[plan.Problem, list[TmaTile]]:
     while True:
         posed = plan.Problem(random_geometry(rng), dtype, "ieee", True, rng.random() < 0.5)
-        tiles = list(candidates(posed, facts)) if claims(posed, facts) else []
+        tiles = list(candidates(posed, facts)) if supports(posed, facts) else []
         if rng.random() < 0.4:
             tiles = [one for one in tiles if one.box_per_tap_col] or tiles
         if tiles:
@@ -172,7 +172,7 @@ def tensors(posed: plan.Problem) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(64))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
+    """Whatever the kernel supports, with a random tile: poisoned outputs, the same bits twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     facts = call.device_facts(0)

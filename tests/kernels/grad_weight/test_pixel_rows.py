@@ -126,18 +126,18 @@ def test_wide_layers_in_nchw_are_planned_as_pixel_rows(geometry: Geometry) -> No
 
 def test_only_aligned_tf32_problems_on_hopper_are_claimed() -> None:
     posed = tf32_problem(UNET)
-    assert pixel_rows.claims(posed, H200)
+    assert pixel_rows.supports(posed, H200)
     channels_last = tf32_problem(UNET, channels_last=True)
-    assert im2col_nhwc.claims(channels_last, H200)
-    assert not im2col_nhwc.claims(tf32_problem(replace(UNET, in_channels=1022), True), H200)
-    assert not im2col_nhwc.claims(tf32_problem(replace(UNET, stride=(9, 9)), True), H200)
+    assert im2col_nhwc.supports(channels_last, H200)
+    assert not im2col_nhwc.supports(tf32_problem(replace(UNET, in_channels=1022), True), H200)
+    assert not im2col_nhwc.supports(tf32_problem(replace(UNET, stride=(9, 9)), True), H200)
     families = ((pixel_rows, posed), (im2col_nhwc, channels_last))
     for family, one in families:
-        assert not family.claims(replace(one, precision="ieee"), H200)
-        assert not family.claims(replace(one, dtype=torch.float16), H200)
-        assert not family.claims(replace(one, channels_last=not one.channels_last), H200)
-        assert not family.claims(one, replace(H200, architecture="sm_100"))
-    assert not pixel_rows.claims(tf32_problem(replace(WIDE, height=4096, width=4096)), H200)
+        assert not family.supports(replace(one, precision="ieee"), H200)
+        assert not family.supports(replace(one, dtype=torch.float16), H200)
+        assert not family.supports(replace(one, channels_last=not one.channels_last), H200)
+        assert not family.supports(one, replace(H200, architecture="sm_100"))
+    assert not pixel_rows.supports(tf32_problem(replace(WIDE, height=4096, width=4096)), H200)
     # Kernel 2, stride 3: no tap reads a third of grad_output, so its bias needs another kernel.
     gaps = replace(UNET, stride=(3, 3))
     assert pixel_rows.part_candidates(tf32_problem(gaps), H200, False, 1)
@@ -145,7 +145,7 @@ def test_only_aligned_tf32_problems_on_hopper_are_claimed() -> None:
 
 
 def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tuple[plan.Problem, Part]:
-    """Returns a problem that the kernel claims, and a random tile of it."""
+    """Returns a problem that the kernel supports, and a random tile of it."""
     while True:
         posed = random_problem(rng, False)
         if not pixel_rows.part_candidates(posed, device, with_bias, 1):
@@ -154,7 +154,7 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
         tile = rng.choice(list(candidates(posed.geometry)))
         split = with_splits(posed.geometry, rows.stages(posed.geometry.batch), tile, device, 0)
         if split is not None:
-            return posed, pixel_rows.plan_with_tile(posed, rows, split, device, with_bias)
+            return posed, pixel_rows.lower(posed, rows, split, device, with_bias)
 
 
 @pytest.mark.gpu

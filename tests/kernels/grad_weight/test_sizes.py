@@ -55,7 +55,7 @@ def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> 
                 geometry = random_sizes(rng, layer.geometry)
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
                 parts = planned(problem, device, False)
-                assert parts or not grad_weight_implicit_gemm.claims(problem, device)
+                assert parts or not grad_weight_implicit_gemm.supports(problem, device)
                 for part in parts:
                     computing.add(part.launches[0].kernel)
                     for one in part.launches[1:]:
@@ -115,14 +115,14 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
         for dtype, channels_last in modes if every else modes[:2]:
             posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
             layer, parts = of_any_size(posed), []
-            if grad_weight_tma.claims(posed, H200):
+            if grad_weight_tma.supports(posed, H200):
                 for tma_tile in grad_weight_tma_classes.schedules(layer, H200, 4):
-                    parts.append(grad_weight_tma.plan_with_tile(tma_tile.problem, tma_tile, 1, False))
-            if grad_weight_im2col_nhwc.claims(posed, H200):
+                    parts.append(grad_weight_tma.lower(tma_tile.problem, tma_tile, 1, False))
+            if grad_weight_im2col_nhwc.supports(posed, H200):
                 for one in grad_weight_im2col_nhwc_classes.schedules(layer, H200):
-                    parts.append(grad_weight_im2col_nhwc.plan_with_tile(posed, one.tile, H200, False))
+                    parts.append(grad_weight_im2col_nhwc.lower(posed, one.tile, H200, False))
             for tile in grad_weight_candidates.schedules(layer, H200, 4):
-                parts.append(grad_weight_implicit_gemm.plan_with_schedule(tile.problem, tile, H200, False))
+                parts.append(grad_weight_implicit_gemm.lower(tile.problem, tile, H200, False))
             for part in parts:
                 kernel = part.launches[0].kernel
                 _, log = jit.compile_with_log(kernel, "sm_90a")

@@ -55,7 +55,7 @@ POSED = [problem(g, dtype) for g in LAYERS for dtype in MODES[:2]] + [
 
 @pytest.mark.parametrize("posed", POSED, ids=str)
 def test_tiles_keep_the_limits_of_memory_sums_and_tensor_maps(posed: plan.Problem) -> None:
-    assert stride1.claims(posed, H200)
+    assert stride1.supports(posed, H200)
     g, item = posed.geometry, posed.dtype.itemsize
     found = [tiles.with_splits(posed, tile, H200) for tile in tiles.candidates(posed, H200)]
     assert found
@@ -66,7 +66,7 @@ def test_tiles_keep_the_limits_of_memory_sums_and_tensor_maps(posed: plan.Proble
             tiles.MAX_BYTES_PER_SUM, tile.segment * tile.cols * item
         )
         assert tile.segment * tile.cols * item <= tiles.MAX_BYTES_PER_SUM
-        for one in stride1.plan_with_tile(posed, tile).launches[0].tensor_maps:
+        for one in stride1.lower(posed, tile).launches[0].tensor_maps:
             assert all(stride % 16 == 0 for stride in one.strides)
             assert all(1 <= size <= 256 for size in one.box)
             assert one.box[0] * item % 16 == 0
@@ -98,22 +98,22 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
 
 
 def test_only_aligned_layers_of_stride_1_are_claimed() -> None:
-    def claims(geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> bool:
-        return stride1.claims(problem(geometry, dtype, channels_last), H200)
+    def supports(geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> bool:
+        return stride1.supports(problem(geometry, dtype, channels_last), H200)
 
-    assert not stride1.claims(problem(SQUARE), replace(H200, architecture="sm_100"))
-    assert not claims(replace(SQUARE, stride=(2, 2)))
-    assert not claims(replace(SQUARE, dilation=(2, 1)))
+    assert not stride1.supports(problem(SQUARE), replace(H200, architecture="sm_100"))
+    assert not supports(replace(SQUARE, stride=(2, 2)))
+    assert not supports(replace(SQUARE, dilation=(2, 1)))
     # Rows of the input that are no multiples of 16 bytes.
-    assert not claims(replace(SQUARE, width=1022))
-    assert claims(replace(SQUARE, width=1020))
-    assert not claims(replace(SQUARE, width=1020), torch.float16)
-    assert claims(replace(SQUARE, width=1022), channels_last=True)
+    assert not supports(replace(SQUARE, width=1022))
+    assert supports(replace(SQUARE, width=1020))
+    assert not supports(replace(SQUARE, width=1020), torch.float16)
+    assert supports(replace(SQUARE, width=1022), channels_last=True)
     # Rows of grad_output that are none, and a tap beside them.
-    assert not claims(replace(SQUARE, kernel=(3, 4), padding=(0, 1)))
+    assert not supports(replace(SQUARE, kernel=(3, 4), padding=(0, 1)))
     # Every other channel of grad_output lies at a multiple of 16 bytes, and a group has an odd number of them.
-    assert claims(replace(SQUARE, height=1023, out_channels=66))
-    assert not claims(replace(SQUARE, height=1023, out_channels=65))
+    assert supports(replace(SQUARE, height=1023, out_channels=66))
+    assert not supports(replace(SQUARE, height=1023, out_channels=65))
 
 
 def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
@@ -135,23 +135,23 @@ def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
 
 
 def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, Part]:
-    """Returns a problem that the kernel claims, and a random tile of it."""
+    """Returns a problem that the kernel supports, and a random tile of it."""
     while True:
         channels_last = rng.random() < 0.4
         posed = problem(random_geometry(rng, channels_last), rng.choice(MODES), channels_last)
         posed = replace(posed, weight_channels_last=rng.random() < 0.5)
         small = replace(device, multiprocessors=rng.choice((1, 4, device.multiprocessors)))
-        found = list(tiles.candidates(posed, small)) if stride1.claims(posed, device) else []
+        found = list(tiles.candidates(posed, small)) if stride1.supports(posed, device) else []
         if found:
             tile = tiles.with_splits(posed, rng.choice(found), small)
             tile = replace(tile, stages=rng.randint(tile.tap_rows + 1, tile.stages))
-            return posed, stride1.plan_with_tile(posed, tile)
+            return posed, stride1.lower(posed, tile)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
+    """Whatever the kernel supports, with a random tile: poisoned outputs, the same bits twice."""
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("needs a GPU with wgmma")

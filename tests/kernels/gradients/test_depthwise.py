@@ -51,15 +51,15 @@ def test_every_gradient_comes_from_one_pass(geometry: Geometry, channels_last: b
 
 
 def test_the_planner_takes_the_family_where_a_thread_can_keep_its_taps() -> None:
-    def claimed(posed: plan.Problem, device: plan.Device = H200) -> bool:
+    def supported(posed: plan.Problem, device: plan.Device = H200) -> bool:
         return plan.plan_backward(posed, (True, True, False), device).family == "depthwise"
 
-    assert claimed(problem(CENTERNET), TURING)
-    assert not claimed(problem(replace(CENTERNET, out_channels=128)))
-    assert not claimed(problem(CENTERNET.with_batch(0)))
-    assert not claimed(problem(CENTERNET, torch.float64))
+    assert supported(problem(CENTERNET), TURING)
+    assert not supported(problem(replace(CENTERNET, out_channels=128)))
+    assert not supported(problem(CENTERNET.with_batch(0)))
+    assert not supported(problem(CENTERNET, torch.float64))
     # More taps than a thread can keep, however many threads share a tile.
-    assert not claimed(problem(Geometry(2, 8, 20, 20, 8, (9, 9), groups=8)))
+    assert not supported(problem(Geometry(2, 8, 20, 20, 8, (9, 9), groups=8)))
 
 
 def test_the_bias_has_a_launch_of_its_own_where_the_taps_do_not_meet_all_of_grad_output() -> None:
@@ -138,6 +138,6 @@ def test_random_geometries_match_float64(seed: int) -> None:
         posed = problem(g, dtype, channels_last)
         if gradients_depthwise.plan_gradients(posed, mask, facts) is not None:
             tile = random_tile(rng, posed, mask)
-    part = gradients_depthwise.plan_with_tile(posed, tile, mask, facts)
+    part = gradients_depthwise.lower(posed, tile, mask, facts)
     layouts = (channels_last, channels_last)
     assert_kernel_matches(part, g, dtype, layouts, TOLERANCE[dtype], mask)

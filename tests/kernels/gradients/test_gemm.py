@@ -56,14 +56,14 @@ def test_one_launch_computes_all_gradients(dtype: torch.dtype, channels_last: bo
     ids=str,
 )
 def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
-    assert gradients_gemm.claims(problem(), H200)
-    assert not gradients_gemm.claims(problem(replace(LATENT, **change)), H200)
+    assert gradients_gemm.supports(problem(), H200)
+    assert not gradients_gemm.supports(problem(replace(LATENT, **change)), H200)
 
 
 def test_the_family_computes_tf32_in_one_layout_on_sm_90a_only() -> None:
-    assert not gradients_gemm.claims(replace(problem(), precision="ieee"), H200)
-    assert not gradients_gemm.claims(replace(problem(), weight_channels_last=True), H200)
-    assert not gradients_gemm.claims(problem(), replace(H200, architecture="sm_80"))
+    assert not gradients_gemm.supports(replace(problem(), precision="ieee"), H200)
+    assert not gradients_gemm.supports(replace(problem(), weight_channels_last=True), H200)
+    assert not gradients_gemm.supports(problem(), replace(H200, architecture="sm_80"))
     assert gradients_gemm.plan_backward(problem(), (False, False, True), H200) is None
 
 

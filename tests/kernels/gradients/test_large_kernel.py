@@ -12,7 +12,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.gradients.large_kernel import Shape, build, claims, shape_of, shared_bytes
+from tconv_swap.kernels.gradients.large_kernel import Shape, lower, shape_of, shared_bytes, supports
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 FCN32S = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
@@ -36,7 +36,7 @@ def test_one_pass_computes_both_gradients_of_fcn_heads(
     shape = shape_of(posed, H200)
     assert shape is not None
     assert shared_bytes(posed, shape) <= H200.shared_memory_per_block
-    assert build(posed, shape, H200).workspace_bytes <= 64 << 20
+    assert lower(posed, shape, H200).workspace_bytes <= 64 << 20
     assert (
         shape_of(problem(geometry.with_batch(256), dtype, channels_last), H200) is None
     )  # too many partial sums
@@ -61,8 +61,8 @@ def test_one_pass_computes_both_gradients_of_fcn_heads(
     ids=str,
 )
 def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
-    assert claims(problem(FCN32S, torch.float16), H200)
-    assert not claims(problem(replace(FCN32S, **change), torch.float16), H200)
+    assert supports(problem(FCN32S, torch.float16), H200)
+    assert not supports(problem(replace(FCN32S, **change), torch.float16), H200)
 
 
 @pytest.mark.gpu
@@ -84,11 +84,11 @@ def test_random_geometries_match_float64(seed: int) -> None:
             (rng.randint(0, 4), vector * rng.randint(0, 1)),
         )
         posed = problem(geometry, dtype, rng.random() < 0.5)
-        if min(geometry.out_height, geometry.out_width) > 0 and claims(posed, H200):
+        if min(geometry.out_height, geometry.out_width) > 0 and supports(posed, H200):
             break
     warps, taps = rng.choice((1, 3, 8, 12)), rng.choice((16, 32) if dtype == torch.float32 else (16, 32, 64))
     warp_tiles = -(-geometry.out_channels * geometry.taps // taps)
     shape = Shape(warps, taps, rng.choice((1, 1, 2, 5)), -(-warp_tiles // warps))
-    part = build(posed, shape, call.device_facts(0))
+    part = lower(posed, shape, call.device_facts(0))
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(part, geometry, dtype, layouts, TOLERANCE[dtype], (True, True, False))

@@ -12,7 +12,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.gradients.narrow_joint import build, claims, counts_the_output, shared_bytes, tiles
+from tconv_swap.kernels.gradients.narrow_joint import counts_the_output, lower, shared_bytes, supports, tiles
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
@@ -74,8 +74,8 @@ def test_the_bias_has_a_launch_of_its_own_where_im2col_does_not_hold_all_of_grad
     ids=str,
 )
 def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
-    assert claims(problem(PIX2PIX, torch.float16), H200)
-    assert not claims(problem(replace(PIX2PIX, **change), torch.float16), H200)
+    assert supports(problem(PIX2PIX, torch.float16), H200)
+    assert not supports(problem(replace(PIX2PIX, **change), torch.float16), H200)
 
 
 def test_one_kernel_computes_every_batch_size() -> None:
@@ -119,7 +119,7 @@ def random_problem(rng: random.Random, dtype: torch.dtype) -> plan.Problem:
         )
         posed = plan.Problem(geometry, dtype, "ieee", rng.random() < 0.5, rng.random() < 0.5)
         whole = geometry.out_height > 0 and geometry.out_width > 0
-        if whole and claims(posed, H200) and any(tiles(posed, H200)):
+        if whole and supports(posed, H200) and any(tiles(posed, H200)):
             return posed
 
 
@@ -130,7 +130,7 @@ def test_every_tile_fits_into_a_multiprocessor() -> None:
         for tile in tiles(posed, H200):
             assert tile.blocks * (shared_bytes(posed, tile) + 1024) <= H200.shared_memory_per_block + 1024
             assert tile.threads <= 1024
-            assert build(posed, tile, H200, False).workspace_bytes <= 64 << 20
+            assert lower(posed, tile, H200, False).workspace_bytes <= 64 << 20
 
 
 @pytest.mark.gpu
@@ -144,6 +144,6 @@ def test_random_geometries_match_float64_with_random_tiles(seed: int) -> None:
         pytest.skip("needs sm_90a (TMA)")
     posed = random_problem(rng, DTYPES[seed % 3])
     with_bias = counts_the_output(posed.geometry)
-    part = build(posed, rng.choice(list(tiles(posed, facts))), facts, with_bias)
+    part = lower(posed, rng.choice(list(tiles(posed, facts))), facts, with_bias)
     layouts, mask = (posed.channels_last, posed.weight_channels_last), (True, True, with_bias)
     assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, TOLERANCE[posed.dtype], mask)

@@ -147,20 +147,20 @@ def _depthwise(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator
 
 
 def _narrow_joint(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    if gradients_narrow_joint.claims(posed, device):
+    if gradients_narrow_joint.supports(posed, device):
         with_bias = bias and gradients_narrow_joint.counts_the_output(posed.geometry)
         for tile in gradients_narrow_joint.rank(posed, device)[:2]:
-            yield gradients_narrow_joint.build(posed, tile, device, with_bias), (True, True, with_bias)
+            yield gradients_narrow_joint.lower(posed, tile, device, with_bias), (True, True, with_bias)
 
 
 def _large_kernel(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     shape = (
         gradients_large_kernel.shape_of(posed, device)
-        if gradients_large_kernel.claims(posed, device)
+        if gradients_large_kernel.supports(posed, device)
         else None
     )
     if shape is not None:
-        yield gradients_large_kernel.build(posed, shape, device), (True, True, False)
+        yield gradients_large_kernel.lower(posed, shape, device), (True, True, False)
 
 
 def _pixel_rows(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:

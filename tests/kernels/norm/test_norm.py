@@ -1,4 +1,4 @@
-"""The plans of normalisation: what they claim, how tensors are cut into tiles, and that every kernel compiles."""
+"""The plans of normalisation: what they support, how tensors are cut into tiles, and that every kernel compiles."""
 
 from __future__ import annotations
 

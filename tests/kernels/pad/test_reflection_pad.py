@@ -1,4 +1,4 @@
-"""The plans of reflection padding: what they claim, the kernel's arithmetic against PyTorch's, and that every kernel
+"""The plans of reflection padding: what they support, the kernel's arithmetic against PyTorch's, and that every kernel
 compiles."""
 
 from __future__ import annotations
