@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tconv_swap.blocks.kernels import DECLINED
 from tconv_swap.cuda import call
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
-from tconv_swap.kernels.norm.plan import DTYPES
 from tconv_swap.kernels.norm.shape import Activation
 from tconv_swap.op import geometry_words
 

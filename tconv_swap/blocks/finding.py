@@ -25,7 +25,7 @@ from tconv_swap.blocks.modules import (
     original_class,
 )
 from tconv_swap.blocks.proof import Pair, pairs_of
-from tconv_swap.kernels.norm.plan import DTYPES
+from tconv_swap.kernels.common.dtypes import DTYPES
 
 _WATCHED = "it has a hook or a forward of its own"
 

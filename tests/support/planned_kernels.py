@@ -9,7 +9,8 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.common.cast import DTYPES, plan_cast
+from tconv_swap.kernels.common.cast import plan_cast
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.runtime.program import Kernel, Output
 
 #: The most shared memory of a block in bytes (CUDA C++ programming guide, table of compute capabilities).

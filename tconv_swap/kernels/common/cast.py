@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, output, struct
 
@@ -15,7 +16,6 @@ MAX_TENSORS = 3
 _THREADS = 256
 #: Mirrors ELEMENTS of common/cast.cu.
 _ELEMENTS = 8
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def plan_cast(copies: Sequence[Output], source: torch.dtype) -> Plan | None:

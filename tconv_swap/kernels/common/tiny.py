@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import (
@@ -23,7 +22,6 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "tiny"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Multiply-adds up to which one launch of a simple kernel was measured to take no longer than several launches of fast
 #: kernels (docs/kernels/tiny.md); the most products that a thread adds up; the most pixels that a warp adds up.
 MAX_MACS = 1 << 16

@@ -3,8 +3,7 @@ added up (col2im). Pure functions of data."""
 
 from __future__ import annotations
 
-import torch
-
+from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.sizes import divisor
 from tconv_swap.kernels.forward.col2im_choice import choose
@@ -26,7 +25,6 @@ from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Constant,
-    ElementKind,
     Kernel,
     Launch,
     Output,
@@ -38,13 +36,6 @@ from tconv_swap.runtime.program import (
     tensor_map,
 )
 
-#: The values are shared with csrc/kernels/common/mma.cuh.
-_PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
-_KINDS = {
-    torch.float16: ElementKind.FLOAT16,
-    torch.bfloat16: ElementKind.BFLOAT16,
-    torch.float32: ElementKind.FLOAT32,
-}
 #: The fewest and the most input channels: fewer leave most of a multiply of 16 empty, more do not fit one box.
 CHANNELS = (8, 256)
 #: The most products of a pixel that a thread's registers hold.
@@ -73,7 +64,7 @@ def supports(problem: Problem, device: Device) -> bool:
 def _claims_layer(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes some sizes of the layer."""
     geometry = problem.geometry
-    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
+    if problem.dtype not in PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
         return False
     if problem.channels_last and geometry.in_channels * problem.dtype.itemsize % 16:
         return False
@@ -124,7 +115,7 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "long long"),
-        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PRECISION", PRECISIONS[problem.dtype]),
         ("PARTS", parts(problem)),
         *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
@@ -146,7 +137,7 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     sizes = (c, w, h) if problem.channels_last else (w, h, c)
     input_map = TensorMap(
         input_(0),
-        _KINDS[problem.dtype],
+        ELEMENT_KINDS[problem.dtype],
         (*sizes, geometry.batch),
         (sizes[0] * item, sizes[0] * sizes[1] * item, c * h * w * item),
         (line // item, tile.panel_pixels, 1, 1)

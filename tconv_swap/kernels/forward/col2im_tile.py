@@ -11,17 +11,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS, RESERVED_BYTES
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
 #: The most row tiles of an image.
 MAX_ROW_TILES = 64
-#: Bytes of shared memory that the system reserves in each block; registers of a multiprocessor, and at most of a
-#: thread.
-RESERVED_BYTES = 1024
-REGISTERS = 65536
-MAX_REGISTERS = 255
 #: Pixels that a warp multiplies, the rows of its part of a wgmma.
 WARP_PIXELS = 16
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-import torch
-
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.dtypes import IEEE, PRECISIONS, TF32, TF32_PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward import stride1 as forward_stride1
@@ -33,9 +32,6 @@ from tconv_swap.runtime.program import (
     output,
 )
 
-#: The values are shared with csrc/kernels/common/mma.cuh.
-_PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
-_TF32 = 0
 #: The fewest and the most bytes of an image's channels that a stage holds.
 CHUNK_BYTES = (128, 256)
 MAX_STAGES = 4
@@ -101,7 +97,7 @@ def computes_every_batch(problem: Problem, device: Device) -> bool:
 def _claims_layer(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the layer's maps of one pixel."""
     geometry, item = replace(problem.geometry, height=1, width=1), problem.dtype.itemsize
-    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.groups != 1:
+    if problem.dtype not in PRECISIONS or device.compute_capability < 80 or geometry.groups != 1:
         return False
     if (geometry.out_height, geometry.out_width) != geometry.kernel or any(geometry.padding):
         return False
@@ -125,14 +121,14 @@ def _same_order(problem: Problem) -> bool:
 
 
 def _precision(problem: Problem) -> int:
-    return _TF32 if problem.is_tf32 else _PRECISIONS[problem.dtype]
+    return (TF32_PRECISIONS if problem.is_tf32 else PRECISIONS)[problem.dtype]
 
 
 def _chunk(problem: Problem) -> int:
     """Returns the channels of a chunk: those with the least padding to whole multiplies, and then the smallest
     chunks."""
     channels, item = problem.geometry.in_channels, problem.dtype.itemsize
-    step = 8 if _precision(problem) == _TF32 else 16
+    step = 8 if _precision(problem) == TF32 else 16
 
     def chunk(count: int) -> int:
         return round_up(ceil_div(channels, count), step)
@@ -146,8 +142,8 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     asserts that both agree."""
     item, precision = problem.dtype.itemsize, _precision(problem)
     chunk = _chunk(problem)
-    input_pitch = chunk * item + (32 if precision == _PRECISIONS[torch.float32] else 16)
-    weight_pitch = tile.outputs * item + (32 if precision == _TF32 else 16)
+    input_pitch = chunk * item + (32 if precision == IEEE else 16)
+    weight_pitch = tile.outputs * item + (32 if precision == TF32 else 16)
     return tile.stages * (tile.images * input_pitch + chunk * weight_pitch)
 
 
@@ -158,7 +154,7 @@ def lower(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("PRECISION", precision),
-        ("PARTS", 3 if precision == _PRECISIONS[torch.float32] else 1),
+        ("PARTS", 3 if precision == IEEE else 1),
         ("IN_CHANNELS", geometry.in_channels),
         ("OUT_CHANNELS", geometry.out_channels),
         ("OUTPUTS", outputs),

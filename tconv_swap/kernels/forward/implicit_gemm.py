@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
@@ -47,7 +46,6 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256
 _REDUCE_THREADS = 256
 #: The most phase groups; each is computed by blocks of its own.
@@ -108,7 +106,7 @@ def _of_more_channels(
 def supports(problem: TileProblem, device: Device) -> bool:
     """Whether the kernels compute the problem, and are faster than the general ones."""
     geometry = problem.geometry
-    if problem.dtype not in _DTYPES or device.compute_capability < 80 or geometry.batch == 0:
+    if problem.dtype not in DTYPES or device.compute_capability < 80 or geometry.batch == 0:
         return False
     # Offsets within an image and positions of the whole batch are 32-bit integers.
     image = geometry.in_channels * geometry.height * geometry.width * problem.item

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tconv_swap.kernels.common.hardware import MAX_BOX
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
-    MAX_BOX,
     box_shape,
     producer_registers,
     shared_bytes,
@@ -16,8 +16,6 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Registers of one multiprocessor.
-REGISTERS = 65536
 #: Registers of a producer thread of forward/implicit_gemm_wgmma.cu, and how many of them may hold offsets and
 #: elements that are being copied. A consumer thread gets what the producers leave, and needs 168 for 128 sums.
 PRODUCER_REGISTERS = 96

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math as mathematics
 
+from tconv_swap.kernels.common.hardware import MAX_BOX
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, group_taps
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -13,8 +14,6 @@ STEP_WORDS = 8
 TAP_TILE_BYTES = 512
 #: A stage that the copy engine writes begins at a multiple of so many 32-bit words, as its swizzle requires.
 TMA_STAGE_WORDS = 256
-#: The most elements of a tensor map's box in each dimension (CUDA driver API, cuTensorMapEncodeTiled).
-MAX_BOX = 256
 #: Bytes of shared memory of each warp whose outputs are stored in whole lines.
 LINE_BYTES = 2048
 #: Bytes of the barrier at which the second warpgroup waits for the first.

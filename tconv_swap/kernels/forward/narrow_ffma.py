@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size
@@ -26,8 +27,6 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, output, struct
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 #: With more multiply-adds for each element moved or for each output, FFMA bounds the time, and tensor cores are
 #: faster.

@@ -10,6 +10,7 @@ from math import log2, sqrt
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS, RESIDENT_THREADS
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
 from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
@@ -144,7 +145,7 @@ def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[T
 
 def _with_min_blocks(tile: Tile, taken: Footprint) -> Tile:
     """Returns the tile with the blocks of a multiprocessor that its registers and threads allow."""
-    blocks = min(65536 // (taken.registers * taken.threads), 2048 // taken.threads)
+    blocks = min(REGISTERS // (taken.registers * taken.threads), RESIDENT_THREADS // taken.threads)
     return replace(tile, min_blocks=max(1, blocks))
 
 
@@ -329,8 +330,8 @@ def _staged(
             taken.shared_bytes <= shared_limit
             and unrolled(geometry, tile, channels_last) <= UNROLLED_MULTIPLY_ADDS
             and taken.loads <= max_loads
-            and taken.registers <= 255
-            and taken.registers * block <= 65536
+            and taken.registers <= MAX_REGISTERS
+            and taken.registers * block <= REGISTERS
         ):
             found += 1
             yield tile, taken

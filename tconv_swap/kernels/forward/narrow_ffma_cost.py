@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import ceil
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     REGISTER_MARGIN,
@@ -98,7 +99,7 @@ def microseconds(
 
 def _blocks_per_multiprocessor(taken: Footprint, warps: int) -> int:
     needed = max(32, taken.registers - REGISTER_MARGIN)
-    by_registers = 65536 // (round_up(needed, 8) * 32 * warps)
+    by_registers = REGISTERS // (round_up(needed, 8) * 32 * warps)
     by_shared_memory = 227 * 1024 // (taken.shared_bytes + 1024)
     return max(1, min(by_registers, by_shared_memory, 64 // warps, 32))
 

@@ -8,6 +8,7 @@ from math import log
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size, representative_sizes
@@ -35,8 +36,6 @@ from tconv_swap.runtime.program import (
 )
 
 _PACK_THREADS = 256
-#: The values are shared with csrc/kernels/common/mma.cuh.
-_PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 #: Waves of blocks, with one pass and with several. Passes with taps take longer than passes without; with many waves
 #: all multiprocessors get about equal work.
 WAVES = (2, 12)
@@ -49,7 +48,7 @@ MIN_FLOAT32_SHARE = 0.5
 def supports(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: its offsets within an image have to fit 32 bits."""
     geometry = problem.geometry
-    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
+    if problem.dtype not in PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
         return False
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
@@ -110,7 +109,7 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     common: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "long long"),
-        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PRECISION", PRECISIONS[problem.dtype]),
         ("PARTS", tile.parts),
         *geometry.layer_constants,
         ("CHANNELS_LAST", channels_last),

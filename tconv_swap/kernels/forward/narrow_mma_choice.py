@@ -10,6 +10,7 @@ from heapq import nsmallest
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS, RESERVED_BYTES
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple, representative_sizes
 from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
@@ -35,11 +36,8 @@ STACKED_ROWS = (16, 64)
 MANY_COLUMNS = 16
 #: Shapes of a unit: rows, and columns of 8 positions.
 UNITS = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 1))
-#: Registers and bytes of shared memory of a multiprocessor; registers of a thread; bytes of shared memory that the
-#: system reserves in each block; the most bytes of weights that stay in shared memory.
-REGISTERS, SHARED_BYTES = 65536, 228 * 1024
-MAX_REGISTERS = 255
-RESERVED_BYTES = 1024
+#: Bytes of shared memory of a multiprocessor; the most bytes of weights that stay in shared memory.
+SHARED_BYTES = 228 * 1024
 MAX_RESIDENT_BYTES = 80 * 1024
 #: How many of the best tiles for each nominal size compete for a layer's schedules.
 FINALISTS = 6

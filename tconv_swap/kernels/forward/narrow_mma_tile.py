@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, phase_taps
+from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.common.layer_sizes import of_any_size, power_of_two_dividing
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -16,7 +17,6 @@ from tconv_swap.runtime.program import Constant
 FRAGMENT_BYTES = 512
 #: Input channels of half a multiply.
 HALF_CHANNELS = 8
-SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
+from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS, TF32_PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.common.sizes import Words, divisor
@@ -33,7 +32,6 @@ from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Constant,
-    ElementKind,
     Kernel,
     Launch,
     Output,
@@ -55,13 +53,6 @@ MIN_MACS, MIN_CHANNELS = 1 << 35, 32
 #: In 16 bits it is faster only with at least so many output channels, or with at most so many columns of taps.
 MANY_CHANNELS, FEW_TAPS = 64, 3
 _PRODUCER_THREADS, _PACK_THREADS = 32, 256
-_KINDS = {
-    torch.float32: ElementKind.TFLOAT32,
-    torch.float16: ElementKind.FLOAT16,
-    torch.bfloat16: ElementKind.BFLOAT16,
-}
-#: The values are shared with csrc/kernels/common/mma.cuh.
-_PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
@@ -161,7 +152,7 @@ def preferred(problem: TileProblem, device: Device) -> bool:
 def supports(problem: TileProblem, device: Device) -> bool:
     """Whether the kernel computes the problem."""
     g = problem.geometry
-    if device.architecture != "sm_90a" or problem.dtype not in _KINDS or problem.parts != 1:
+    if device.architecture != "sm_90a" or problem.dtype not in TF32_ELEMENT_KINDS or problem.parts != 1:
         return False
     if problem.input_channels_last or problem.output_channels_last or g.batch == 0 or g.groups != 1:
         return False
@@ -197,7 +188,7 @@ def lower(problem: TileProblem, tile: Tile) -> Part:
     packed = channel_tiles * weight_bytes(problem, tile.channels, tile.stacked)
     weight_layout: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PRECISION", TF32_PRECISIONS[problem.dtype]),
         ("TILE_CHANNELS", tile.channels),
         ("STACKED", tile.stacked),
         ("CHUNK_BYTES", chunk_bytes(problem)),
@@ -249,7 +240,7 @@ def lower(problem: TileProblem, tile: Tile) -> Part:
         tensor_maps=(
             TensorMap(
                 input_(0),
-                _KINDS[problem.dtype],
+                TF32_ELEMENT_KINDS[problem.dtype],
                 (planes * g.height * g.width, g.in_channels // planes, g.batch)
                 if unaligned_rows
                 else (g.width, g.height, g.in_channels, g.batch),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
 from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, tile_count_sizes
@@ -51,7 +52,7 @@ def supports(problem: StridedProblem, device: Device) -> bool:
 
 def aligned(problem: StridedProblem) -> bool:
     """Returns whether TMA can read grad_output's rows without padding."""
-    return problem.geometry.width * problem.item % grad_input_im2col_tile.ALIGNMENT == 0
+    return problem.geometry.width * problem.item % TMA_ALIGNMENT == 0
 
 
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
@@ -144,7 +145,7 @@ def _shape_words(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape
 
 
 def _padded_width(problem: StridedProblem) -> int:
-    align = grad_input_im2col_tile.ALIGNMENT // problem.item
+    align = TMA_ALIGNMENT // problem.item
     return round_up(problem.geometry.width, align)
 
 

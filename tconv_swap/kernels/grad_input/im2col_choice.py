@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.schedules import PATCHES, select_covering
 from tconv_swap.kernels.grad_input.im2col_clocks import (
     MULTIPLY_MACS,
@@ -21,7 +22,6 @@ from tconv_swap.kernels.grad_input.im2col_clocks import (
     store_clocks,
 )
 from tconv_swap.kernels.grad_input.im2col_tile import (
-    ALIGNMENT,
     COLUMN_BLOCK,
     Im2colKernel,
     Im2colShape,
@@ -87,7 +87,7 @@ def supports_some_size(layer: StridedProblem, device: Device) -> bool:
     if layer.input_channels_last or layer.output_channels_last or layer.weight_channels_last:
         return False
     weights = geometry.in_channels_per_group * geometry.taps
-    return weights * layer.item % ALIGNMENT == 0 and may_load(layer, device)
+    return weights * layer.item % TMA_ALIGNMENT == 0 and may_load(layer, device)
 
 
 @disk_cache

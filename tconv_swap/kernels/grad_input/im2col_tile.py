@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import product
 from math import gcd
 
+from tconv_swap.kernels.common.hardware import MAX_BOX, TMA_ALIGNMENT
 from tconv_swap.kernels.common.schedules import PATCHES
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.problem import Device
@@ -17,9 +18,6 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 #: Words of 32 bits of one step of k, and of a stage of the weights.
 STEP_WORDS = 8
 BOX_WORDS = 32
-#: Limits of TMA: elements of a box along a dimension, and the bytes of which a row's begin is a multiple.
-MAX_BOX = 256
-ALIGNMENT = 16
 #: Columns of the first dimension of the tensor map where a box would have too many columns for one dimension.
 COLUMN_BLOCK = 32
 MAX_INPUT_STAGES = 6
@@ -115,7 +113,7 @@ def word(problem: StridedProblem) -> int:
 
 def column_alignment(problem: StridedProblem, box_is_wide: bool) -> int:
     """Returns the number of columns of which the begin of a box is a multiple."""
-    return COLUMN_BLOCK if box_is_wide else ALIGNMENT // problem.item
+    return COLUMN_BLOCK if box_is_wide else TMA_ALIGNMENT // problem.item
 
 
 def alignment_columns(problem: StridedProblem, box_is_wide: bool) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_classes import HANDICAP_SMALL
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
@@ -226,10 +227,12 @@ def producer_registers(tile: Tile) -> int:
     """Returns how many registers a producer thread of grad_input/implicit_gemm_wgmma.cu has: those that the consumers
     do not need."""
     multiplying = consumer_threads(tile)
-    registers = forward_fit.REGISTERS // tile.blocks_per_multiprocessor
+    registers = REGISTERS // tile.blocks_per_multiprocessor
     spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + CONSUMER_OVERHEAD)
     return (
-        min(255, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS)) // 8 * 8
+        min(MAX_REGISTERS, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS))
+        // 8
+        * 8
     )
 
 

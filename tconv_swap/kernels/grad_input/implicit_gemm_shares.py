@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import MAX_STEP
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, has_another_step
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import MAX_STEP
 from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import MIN_CHANNELS, MIN_SUMMED
 from tconv_swap.kernels.problem import Device
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
 from tconv_swap.kernels.common.sizes import tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
@@ -38,7 +39,6 @@ MAX_TAPS = 64
 MIN_CHANNELS = 32
 #: The most positions of a tile along an axis.
 MAX_TILE_SIDE = 512
-_ALIGNMENT = 16
 
 
 def supports(problem: StridedProblem, device: Device) -> bool:
@@ -51,18 +51,15 @@ def supports(problem: StridedProblem, device: Device) -> bool:
     sizes = [geometry.in_channels_per_group]
     if problem.output_channels_last:
         sizes.append(geometry.out_channels_per_group)
-    if any(size * problem.item % _ALIGNMENT for size in sizes):
+    if any(size * problem.item % TMA_ALIGNMENT for size in sizes):
         return False
     pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.positions
     # Tiles may reach beyond the last position, by less than a tile.
     positions = (geometry.batch * rows + MAX_TILE_SIDE) * (cols + MAX_TILE_SIDE)
     step_h, step_w = problem.step
-    loaded = step_w <= grad_input_tma_tile.MAX_STEP or grad_input_tma_tile.has_whole_strides(problem)
+    loaded = step_w <= MAX_STEP or grad_input_tma_tile.has_whole_strides(problem)
     return (
-        loaded
-        and step_h <= grad_input_tma_tile.MAX_STEP
-        and geometry.taps <= MAX_TAPS
-        and max(pixels, positions) < INT32_LIMIT
+        loaded and step_h <= MAX_STEP and geometry.taps <= MAX_TAPS and max(pixels, positions) < INT32_LIMIT
     )
 
 

@@ -14,8 +14,6 @@ from tconv_swap.runtime.integers import ceil_div
 
 #: Bytes that one pixel, or one weight, has of a chunk of channels: a row in shared memory.
 ROW_BYTES = 128
-#: The most elements of a box of TMA along a dimension.
-MAX_BOX = 256
 #: Columns of a tile of narrow maps, which have fewer columns than the 8 positions of a group.
 NARROW_COLS = 4
 #: Columns of the widest map of a dense tile: whole rows of a wider one are much more than the tile.

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import (
-    MAX_BOX,
     NARROW_COLS,
     ROW_BYTES,
     TmaTile,
@@ -24,8 +24,6 @@ from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import (
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: The largest element stride of TMA.
-MAX_STEP = 8
 MAX_INPUT_STAGES = 8
 MAX_WEIGHT_STAGES = 12
 #: A kernel has the shapes with whose boxes its stages hold at least this share of the taps that they hold with the

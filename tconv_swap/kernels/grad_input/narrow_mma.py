@@ -11,6 +11,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
+from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
@@ -25,7 +26,6 @@ from tconv_swap.kernels.gradients.grad_output_tile import (
 from tconv_swap.kernels.gradients.narrow_mma import (
     CHUNK_TAPS,
     FAMILY,
-    REGISTERS,
     SHARED_BYTES,
     WEIGHT_REGISTERS,
     NarrowTile,

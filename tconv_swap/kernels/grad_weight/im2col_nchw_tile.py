@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP, SHARED_BYTES_PER_CLOCK
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     EXTRA_BYTES,
     PARTIAL_LIMIT_BYTES,
@@ -19,8 +20,6 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Multiplies, of 8 pixels each, into the same sums: the tensor cores truncate their sums.
 MAX_MULTIPLIES = 1024
-#: Elements that a box may span along a dimension, and the largest traversal step.
-BOX_LIMIT, STEP_LIMIT = 256, 8
 #: Columns of grad_output that a stage's pixels may span: the bits that the kernel packs them into.
 COLUMN_LIMIT = 512
 #: Stages of the ring.
@@ -35,9 +34,9 @@ _SHAPES = (
 #: The most registers of a thread that hold accumulators and addresses of fragments in stages with a halo, by the number
 #: of warpgroups: with more the compiler spills 24 to 280 bytes, which took 1.3 times as long.
 MAX_REGISTERS = {2: 160, 3: 112}
-#: Bytes of shared memory a clock; clocks of a box's row, of loading a step's A fragments of 64 rows, and of a
+#: Clocks of a box's row, of loading a step's A fragments of 64 rows, and of a
 #: stage beside its multiplies. With them the measured tiles are ordered correctly except for 14 x 14 maps.
-_SHARED_RATE, _ROW_CLOCKS, _FRAGMENT_CLOCKS, _STAGE_CLOCKS = 128, 4.0, 12, 60
+_ROW_CLOCKS, _FRAGMENT_CLOCKS, _STAGE_CLOCKS = 4.0, 12, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +230,16 @@ def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
 def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
     """Returns whether a block has room for a tile that is no larger than its work."""
     g, pixels, tile_co = geometry, tile.pixels, tile.tile_co(geometry)
-    if tile_co == 0 or tile_co > BOX_LIMIT:
+    if tile_co == 0 or tile_co > MAX_BOX:
         return False
     if tile_co >= 2 * max(32, g.out_channels_per_group) or tile.cols >= 2 * max(64, g.in_channels_per_group):
         return False
     registers = tile.m_tiles * (tile.cols + pixels.count) // 2
     if pixels.has_halo and registers > MAX_REGISTERS[tile.warpgroups]:
         return False
-    if (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
+    if (pixels.rows - 1) * g.stride[0] >= MAX_BOX or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
         return False
-    return (pixels.rows == 1 or g.stride[0] <= STEP_LIMIT) and tile.ring(g, device) >= MIN_STAGES
+    return (pixels.rows == 1 or g.stride[0] <= MAX_STEP) and tile.ring(g, device) >= MIN_STAGES
 
 
 def with_splits(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
@@ -268,7 +267,7 @@ def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
     steps = pixels.count // 8 * tile.warpgroups * tile.m_tiles
     stage = _STAGE_CLOCKS + max(
         steps * (tile.cols * 0.55 + _FRAGMENT_CLOCKS),
-        steps * (tile.cols / 4 + 16) + tile.stage_bytes(g) / _SHARED_RATE,
+        steps * (tile.cols / 4 + 16) + tile.stage_bytes(g) / SHARED_BYTES_PER_CLOCK,
         (pixels.boxes * tile.cols + tile.output_rows(g)) * _ROW_CLOCKS,
     )
     if tile.ring(g, device) < 3:

@@ -9,13 +9,13 @@ from math import prod
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
+from tconv_swap.kernels.common.hardware import MAX_STEP
 from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX_CHANNELS,
-    STEP_LIMIT,
     Tile,
     candidates,
     expected_clocks,
@@ -93,7 +93,7 @@ def supports(problem: Problem, device: Device) -> bool:
     if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     # A pixel's channels, and those of a group, begin at multiples of 16 bytes.
-    if (g.in_channels_per_group | g.out_channels_per_group) % 4 or max(g.stride) > STEP_LIMIT:
+    if (g.in_channels_per_group | g.out_channels_per_group) % 4 or max(g.stride) > MAX_STEP:
         return False
     pixels = max(g.height * (g.width + BOX_CHANNELS), g.out_height * g.out_width) * g.batch
     return problem.channels_last and 0 < pixels < INT32_LIMIT

@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import prod
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import MAX_BOX, SHARED_BYTES_PER_CLOCK
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     EXTRA_BYTES,
     L2_RATE,
@@ -23,15 +24,13 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Channels of a box: rows of 128 bytes.
 BOX_CHANNELS = 32
-#: Elements that a box may span along a dimension, and the largest traversal step.
-BOX_LIMIT, STEP_LIMIT = 256, 8
 #: Stages of the ring.
 MIN_STAGES, MAX_STAGES = 3, 8
 #: Warpgroups that multiply, each 128 rows, and input channels, as registers allow.
 _SHAPES = ((2, 128), (2, 96), (2, 64), (3, 96), (3, 64))
-#: Bytes of shared memory a clock; clocks of a stage beside its multiplies, of the exchange of sums between two
+#: Clocks of a stage beside its multiplies, of the exchange of sums between two
 #: blocks, and of the launch that reduces splits.
-_SHARED_RATE, _STAGE_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 128, 60, 6000, 3000
+_STAGE_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 60, 6000, 3000
 #: Bytes a clock of the whole GPU, of partial sums on their way to the L2 and back.
 _PARTIAL_RATE = 2600
 
@@ -226,7 +225,7 @@ def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
     """Returns whether boxes can load the tile, and a ring of stages fits the shared memory."""
     stride, pixels = geometry.stride, tile.pixels
     columns, rows = (tile.pitch(geometry) - 1) * stride[1], (pixels.rows - 1) * stride[0]
-    return max(columns, rows) < BOX_LIMIT and tile.ring(geometry, device) >= MIN_STAGES
+    return max(columns, rows) < MAX_BOX and tile.ring(geometry, device) >= MIN_STAGES
 
 
 def _with_split_choices(geometry: Geometry, tile: Tile, device: Device) -> Iterator[Tile]:
@@ -258,7 +257,7 @@ def stage_clocks(geometry: Geometry, tile: Tile) -> float:
     steps = STAGE_PIXELS // 8 * (rows // 64)
     copied = tile.copied_bytes(geometry)
     shared = steps * tile.cols * 32 + fragment_bytes + 2 * tile.input_bytes + copied
-    return _STAGE_CLOCKS + max(steps * tile.cols / 2 * 1.1, copied / L2_RATE, shared / _SHARED_RATE)
+    return _STAGE_CLOCKS + max(steps * tile.cols / 2 * 1.1, copied / L2_RATE, shared / SHARED_BYTES_PER_CLOCK)
 
 
 def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.ranked import Ranked, in_turn, made
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
@@ -47,7 +48,6 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Channels of a group, on either side, from which the TF32 families with pixels along k fill their tiles.
 WIDE_CHANNELS = 64
 #: Input channels times taps, for each pixel of a stride, from which pixel_rows is worth its copy of grad_output.
@@ -206,7 +206,7 @@ def _im2col_nchw_may_win(problem: Problem) -> bool:
 def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernels of this file compute the problem, provided that a tile fits."""
     g = problem.geometry
-    if problem.dtype not in _DTYPES or device.compute_capability < 80 or g.batch == 0:
+    if problem.dtype not in DTYPES or device.compute_capability < 80 or g.batch == 0:
         return False
     image = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
     # Offsets within an image have 32 bits.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
     Size,
     counts_in_32_bits,
@@ -34,8 +35,6 @@ from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Registers of a multiprocessor.
-REGISTERS = 65536
 #: For how many shapes of each kind, the best at each size, all tiles of pixels are compared; the tiles of pixels
 #: with which shapes are compared.
 SHAPES_TRIED = 2
@@ -334,7 +333,7 @@ def registers(problem: Problem, tile: Tile, operands: Operands) -> tuple[int, in
     # Each quarter of a multiprocessor has registers of its own.
     threads = round_up(tile.threads * tile.blocks_per_multiprocessor, 128)
     taken = tile.sums + fragments + staged + tile.warp_taps + tile.warp_n // 8 + 48
-    return taken, min(255, REGISTERS // threads // 8 * 8)
+    return taken, min(MAX_REGISTERS, REGISTERS // threads // 8 * 8)
 
 
 def _fitting_stages(problem: Problem, tile: Tile, operands: Operands, device: Device) -> int:

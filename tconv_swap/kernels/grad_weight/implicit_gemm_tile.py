@@ -10,14 +10,13 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.geometry import Pair
+from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
 
 #: Bytes of the largest copy of a thread (cp.async).
 COPY_BYTES = 16
-#: Bytes of a memory sector, the least that a read moves.
-SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from functools import lru_cache, partial
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, HALF_DTYPES
+from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
 from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
@@ -16,7 +18,6 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import Schedule, c
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     BIAS_THREADS,
     BOX_CHANNELS,
-    BOX_STEP,
     PRODUCER_THREADS,
     STEP_PIXELS,
     TmaTile,
@@ -32,7 +33,6 @@ from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Constant,
-    ElementKind,
     Kernel,
     Launch,
     Part,
@@ -44,9 +44,6 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-_KINDS = {torch.float16: ElementKind.FLOAT16, torch.bfloat16: ElementKind.BFLOAT16}
-#: Tensor maps need strides that are multiples of this many bytes.
-_ALIGNMENT = 16
 #: Channels of a group, in and out, below which a box of 64 holds too many of other groups (measured: with 32 in,
 #: slower than grad_weight/implicit_gemm_wgmma.cu; with 32 out, faster).
 _MIN_IN, _MIN_OUT = 33, 17
@@ -96,9 +93,9 @@ def max_schedules(problem: Problem, by_itself: bool) -> int:
 def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem, provided that a tile fits."""
     g = problem.geometry
-    if problem.dtype not in _KINDS or device.architecture != "sm_90a" or not problem.channels_last:
+    if problem.dtype not in HALF_DTYPES or device.architecture != "sm_90a" or not problem.channels_last:
         return False
-    if g.in_channels * 2 % _ALIGNMENT or g.out_channels * 2 % _ALIGNMENT or max(g.stride) > BOX_STEP:
+    if g.in_channels * 2 % TMA_ALIGNMENT or g.out_channels * 2 % TMA_ALIGNMENT or max(g.stride) > MAX_STEP:
         return False
     min_in = _MIN_IN_WITH_GAPS if has_gaps(problem) else _MIN_IN
     if g.in_channels_per_group < min_in or g.out_channels_per_group < _MIN_OUT:
@@ -109,7 +106,7 @@ def supports(problem: Problem, device: Device) -> bool:
 def _maps(problem: Problem, tma_tile: TmaTile) -> tuple[TensorMap, TensorMap]:
     """Returns the tensor maps of the input and of grad_output."""
     g, tile = problem.geometry, tma_tile.tile
-    kind = _KINDS[problem.dtype]
+    kind = ELEMENT_KINDS[problem.dtype]
     # Pixels at the bottom and on the right that no pixel of the input reaches are outside of the map, so read as zero.
     height, width = last_reached(g, 0) + 1, last_reached(g, 1) + 1
     images, rows, cols = box_shape(problem, tma_tile)

@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_REGISTERS, REGISTERS
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import Tile
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
 #: The warp that issues the copies; the warps that add up the bias.
 PRODUCER_THREADS, BIAS_THREADS = 32, 96
-REGISTERS = 65536
 #: Registers that a thread needs beside its sums: while it multiplies, and to store them without spills.
 OTHER_REGISTERS, STORE_REGISTERS = 28, 48
 
 ROW_BYTES, BOX_CHANNELS, BOX_ALIGNMENT = 128, 64, 1024
-#: Elements that a box may span along each dimension of a tensor map, and the largest traversal step.
-BOX_SPAN, BOX_STEP = 256, 8
 #: Pixels of one multiply.
 STEP_PIXELS = 16
 #: Stages of the ring.
@@ -70,7 +68,7 @@ class TmaTile:
         """Returns the registers that a thread may have: each quarter of a multiprocessor has its own, for the
         consumers and at least one other warp."""
         warps = self.tile.threads // 128 + 1
-        return min(255, REGISTERS // (128 * warps) // 8 * 8)
+        return min(MAX_REGISTERS, REGISTERS // (128 * warps) // 8 * 8)
 
     def __str__(self) -> str:
         return f"{self.tile}{', a box per tap column' if self.box_per_tap_col else ''}"
@@ -319,7 +317,7 @@ def _pixel_choices(
             tma_tile = TmaTile(tile, box_per_tap_col)
             shape = box_shape(problem, tma_tile)
             spans = shape[0], (shape[1] - 1) * stride[0] + 1, (shape[2] - 1) * stride[1] + 1
-            if max(spans) <= BOX_SPAN and _groups_are_contiguous(problem, tma_tile):
+            if max(spans) <= MAX_BOX and _groups_are_contiguous(problem, tma_tile):
                 yield pixels, box_per_tap_col
 
 

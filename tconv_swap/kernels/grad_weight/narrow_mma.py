@@ -12,6 +12,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
+from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
@@ -31,7 +32,6 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     LONGEST_CHAIN,
     MANY_TAPS,
     MAX_SUM_TILES,
-    REGISTERS,
     SHARED_BYTES,
     NarrowTile,
     channel_tiles,

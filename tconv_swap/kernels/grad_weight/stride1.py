@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS, TF32_PRECISIONS
 from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
@@ -38,7 +39,6 @@ from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
-    ElementKind,
     Kernel,
     Launch,
     Part,
@@ -64,13 +64,6 @@ LARGE = (8, 512, 512)
 MEASURED_OVER_EXPECTED = 1.43 / 1.1
 #: Threads of the warpgroup that loads.
 _PRODUCER_THREADS = 128
-_KINDS = {
-    torch.float32: ElementKind.TFLOAT32,
-    torch.float16: ElementKind.FLOAT16,
-    torch.bfloat16: ElementKind.BFLOAT16,
-}
-#: PRECISION of csrc/kernels/common/mma.cuh.
-_PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
@@ -151,7 +144,7 @@ def _holds_all_channels(layer: Problem, device: Device) -> bool:
 def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     g = problem.geometry
-    if device.architecture != "sm_90a" or problem.dtype not in _KINDS:
+    if device.architecture != "sm_90a" or problem.dtype not in TF32_ELEMENT_KINDS:
         return False
     if problem.is_ieee:
         return False
@@ -187,7 +180,7 @@ def _maps(problem: Problem, tile: Stride1Tile) -> tuple[TensorMap, TensorMap]:
         strides = tuple(accumulate((item * sizes[0], *sizes[1:-1]), operator.mul))
         return TensorMap(
             input_(index),
-            _KINDS[problem.dtype],
+            TF32_ELEMENT_KINDS[problem.dtype],
             tuple(sizes),
             strides,
             tuple(box),
@@ -224,7 +217,7 @@ def lower(problem: Problem, tile: Stride1Tile) -> Part:
         "grad_weight_stride1",
         (
             ("Element", ELEMENT_TYPES[problem.dtype]),
-            ("PRECISION", _PRECISIONS[problem.dtype]),
+            ("PRECISION", TF32_PRECISIONS[problem.dtype]),
             *g.layer_constants,
             ("CHANNELS_LAST", problem.channels_last),
             ("LINEAR_OUTPUT", tile.rows.linear),

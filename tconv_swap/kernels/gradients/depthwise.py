@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
+from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
@@ -32,7 +34,6 @@ from tconv_swap.runtime.program import (
 
 FAMILY = "depthwise"
 WHY = "depthwise: every gradient from one pass over grad_output"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The most bytes of one load or store of a thread.
 MAX_ACCESS_BYTES = 16
 #: The most taps whose weights and sums a thread keeps in registers, and the most words of grad_output that it
@@ -49,7 +50,7 @@ MAX_LANES = 64
 #: of this number.
 LONGEST_CHAIN = 512
 #: Registers of a thread (about), and of a multiprocessor.
-THREAD_REGISTERS, REGISTERS = 128, 65536
+THREAD_REGISTERS = 128
 #: The most rows of a tile, and the time that the begin and the end of a tile take, in steps.
 MAX_ROWS, TILE_OVERHEAD = 64, 3
 #: The most kernels of a layer in NCHW over all sizes; they differ in the widths of tiles and loads.

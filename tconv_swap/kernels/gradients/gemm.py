@@ -8,6 +8,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
+from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
@@ -38,8 +39,6 @@ _SUMS_PITCH = CHANNELS + 8
 CLUSTERS = (4, 2, 1)
 #: The most images; a block computes tiles of them one after another.
 _MAX_IMAGES = 512
-#: The number of bytes of which a row must be a multiple.
-_ALIGNMENT = 16
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -57,7 +56,7 @@ def supports(problem: Problem, device: Device) -> bool:
         and g.output_padding == (0, 0)
     )
     same_order = problem.channels_last == problem.weight_channels_last or g.taps == 1
-    whole = columns_of(g) * problem.dtype.itemsize % _ALIGNMENT == 0 and g.in_channels % 4 == 0
+    whole = columns_of(g) * problem.dtype.itemsize % TMA_ALIGNMENT == 0 and g.in_channels % 4 == 0
     return one_product and same_order and whole and 0 < g.batch <= _MAX_IMAGES and columns_of(g) < INT32_LIMIT
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import PRECISIONS
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.sizes import large_kernel_sizes
-from tconv_swap.kernels.gradients.narrow_mma import IEEE, MANY_TAPS, overlapping
+from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS, overlapping
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -26,8 +27,6 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "large_kernel"
-#: Values of csrc/kernels/common/mma.cuh.
-_PRECISIONS = {torch.float32: IEEE, torch.float16: 1, torch.bfloat16: 2}
 MAX_CHANNELS = 32
 MIN_WARPS, MAX_WARPS = 4, 12
 WARP_TAPS = {2: 64, 4: 32}
@@ -57,7 +56,7 @@ class Shape:
 def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the gradients of a problem."""
     g = problem.geometry
-    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or g.batch == 0:
+    if problem.dtype not in PRECISIONS or device.compute_capability < 80 or g.batch == 0:
         return False
     if problem.channels_last != problem.weight_channels_last or g.groups != 1 or g.dilation != (1, 1):
         return False
@@ -114,7 +113,7 @@ def _warps_and_tap_blocks(problem: Problem, device: Device) -> list[tuple[int, i
 def kernels_of(layer: Problem, device: Device) -> int:
     """Returns how many kernels a layer has for all its sizes."""
     g = layer.geometry
-    if layer.dtype not in _PRECISIONS or device.compute_capability < 80 or g.groups > 1 or not pays(layer):
+    if layer.dtype not in PRECISIONS or device.compute_capability < 80 or g.groups > 1 or not pays(layer):
         return 0
     return len(_warps_and_tap_blocks(layer, device)) if g.in_channels <= MAX_CHANNELS else 0
 
@@ -172,7 +171,7 @@ def lower(problem: Problem, shape: Shape, device: Device) -> Part:
         *g.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PRECISION", PRECISIONS[problem.dtype]),
         ("WARPS", shape.warps),
         ("WARP_TAPS", shape.warp_taps),
         ("SHARED_BYTES", shared),

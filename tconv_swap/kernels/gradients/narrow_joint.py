@@ -10,12 +10,13 @@ from itertools import product
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, PRECISIONS
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
+from tconv_swap.kernels.common.hardware import RESERVED_BYTES
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.sizes import patch_sizes
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
-    IEEE,
     LONGEST_CHAIN,
     NARROW_CHANNELS,
     TF32_CHANNELS,
@@ -26,7 +27,6 @@ from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Constant,
-    ElementKind,
     Kernel,
     Launch,
     Part,
@@ -39,13 +39,6 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "narrow_joint"
-#: Values of csrc/kernels/common/mma.cuh, and elements of tensor maps.
-_PRECISIONS = {torch.float32: IEEE, torch.float16: 1, torch.bfloat16: 2}
-_KINDS = {
-    torch.float32: ElementKind.FLOAT32,
-    torch.float16: ElementKind.FLOAT16,
-    torch.bfloat16: ElementKind.BFLOAT16,
-}
 MAX_CHANNELS, MAX_TAPS, MAX_KERNEL = 128, 96, 32
 STEP_BYTES, ROW_BYTES = 32, 128
 #: The fewest channels and pixels of an image: with fewer, which leave a tile partly empty, two passes of smaller tiles
@@ -53,7 +46,6 @@ STEP_BYTES, ROW_BYTES = 32, 128
 MIN_CHANNELS, MIN_PIXELS = 40, 64
 #: In 16 bits: with more taps the sums take so many registers that small tiles are faster.
 MANY_SUMS = 64
-RESERVED_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +103,7 @@ class Tile:
 def supports(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel computes the gradients of a problem."""
     geometry = problem.geometry
-    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.batch == 0:
+    if problem.dtype not in PRECISIONS or device.architecture != "sm_90a" or geometry.batch == 0:
         return False
     item = problem.dtype.itemsize
     image = geometry.height * geometry.width
@@ -161,7 +153,7 @@ def kernels_of(layer: Problem, device: Device) -> int:
     channels = MIN_CHANNELS <= g.in_channels <= MAX_CHANNELS and g.out_channels < TF32_CHANNELS
     if device.architecture != "sm_90a" or g.groups > 1 or not channels:
         return 0
-    if layer.dtype not in _PRECISIONS or g.out_channels * g.taps > MAX_TAPS:
+    if layer.dtype not in PRECISIONS or g.out_channels * g.taps > MAX_TAPS:
         return 0
     return 2 if may_read_vectors(layer) else 1
 
@@ -285,7 +277,7 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
         *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PRECISION", PRECISIONS[problem.dtype]),
         ("WITH_BIAS", with_bias),
         ("VECTOR_READS", may_read_vectors(problem) and geometry.out_width % 4 == 0),
         *tile.constants(shared),
@@ -294,7 +286,7 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     sizes = (c, image) if problem.channels_last else (image, c)
     input_map = TensorMap(
         input_(1),
-        _KINDS[problem.dtype],
+        ELEMENT_KINDS[problem.dtype],
         (*sizes, geometry.batch),
         (sizes[0] * item, c * image * item),
         (row_elements, tile.pixels if problem.channels_last else tile.channels, 1),

@@ -10,6 +10,8 @@ from itertools import product
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.dtypes import DTYPES, IEEE, TF32
+from tconv_swap.kernels.common.hardware import REGISTERS, RESERVED_BYTES, RESIDENT_THREADS
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
     groups_of_a_block,
@@ -22,7 +24,6 @@ from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Constant, Launch
 
 FAMILY = "narrow_mma"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed, and these kernels do
 #: the same.
 TF32_CHANNELS = 8
@@ -50,7 +51,6 @@ MAX_SUM_TILES = {False: 24, True: 12}
 LONGEST_CHAIN = {False: 2048, True: 256}
 #: The most registers of a thread of grad_weight that hold prefetched input.
 INPUT_REGISTERS = 32
-REGISTERS = 65536
 MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
 #: Registers that the compiler may use beyond the expected number, so that it never spills.
 REGISTER_MARGIN = 40
@@ -61,8 +61,6 @@ ISSUED_PER_CYCLE = 2.6
 L2_BYTES_PER_CYCLE = 3000
 #: The most channels whose sums a block keeps for grad_bias beside those of grad_weight.
 BIAS_CHANNELS = 16
-#: The values of ptx::TF32 and ptx::IEEE in csrc/kernels/common/mma.cuh.
-TF32, IEEE = 0, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +195,9 @@ def loader_registers(problem: Problem, grad_output: GradOutputTile) -> int:
 
 def resident_blocks(registers: int, grad_output: GradOutputTile, shared_bytes: int) -> int:
     """Returns how many blocks a multiprocessor runs at a time, with so many registers of a thread."""
-    by_shared_memory = MULTIPROCESSOR_SHARED_BYTES // (shared_bytes + 1024)
-    return max(
-        1, min(REGISTERS // (registers * grad_output.threads), by_shared_memory, 2048 // grad_output.threads)
-    )
+    by_registers = REGISTERS // (registers * grad_output.threads)
+    by_shared_memory = MULTIPROCESSOR_SHARED_BYTES // (shared_bytes + RESERVED_BYTES)
+    return max(1, min(by_registers, by_shared_memory, RESIDENT_THREADS // grad_output.threads))
 
 
 def powers(limit: int) -> Iterator[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MAX_ITEMS, Norm, Tiling
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div
@@ -26,8 +27,6 @@ from tconv_swap.runtime.program import (
     struct,
     workspace,
 )
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 #: STAGE of csrc/kernels/norm/norm.cuh.
 _FUSED, _REDUCE, _APPLY = 0, 1, 2

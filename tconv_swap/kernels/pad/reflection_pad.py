@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tconv_swap.kernels.common.cast import DTYPES
+from tconv_swap.kernels.common.dtypes import DTYPES
+from tconv_swap.kernels.common.hardware import RESIDENT_THREADS
 from tconv_swap.kernels.common.sizes import divisor
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -17,8 +18,6 @@ from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Pl
 #: Bytes of the widest access.
 _ACCESS_BYTES = 16
 _THREADS = 256
-#: Threads that a multiprocessor runs at a time, at most.
-_RESIDENT_THREADS = 2048
 #: Planes that a thread computes, by the bytes of its accesses: the narrow ones need more of them in flight.
 _PLANES_OF_NARROW, _PLANES_OF_WIDE, _NARROW_BYTES = 8, 4, 4
 
@@ -119,5 +118,5 @@ def _planes_at_once(pad: Pad, plane_items: int, device: Device) -> int:
     """Returns how many planes a thread computes: several where enough threads remain to fill the GPU."""
     narrow = pad.item_values * pad.dtype.itemsize <= _NARROW_BYTES
     several = _PLANES_OF_NARROW if narrow else _PLANES_OF_WIDE
-    fills = pad.planes // several * plane_items >= device.multiprocessors * _RESIDENT_THREADS
+    fills = pad.planes // several * plane_items >= device.multiprocessors * RESIDENT_THREADS
     return several if fills else 1

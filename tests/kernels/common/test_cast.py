@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tconv_swap.cuda import call
-from tconv_swap.kernels.common.cast import DTYPES, plan_cast
+from tconv_swap.kernels.common.cast import plan_cast
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.runtime.program import Output
 
 PAIRS = list(permutations(DTYPES, 2))

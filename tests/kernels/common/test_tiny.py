@@ -21,6 +21,7 @@ from tconv_swap.cuda import call, choice
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import tiny as tiny_family
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.runtime.program import ArgumentKind
 
@@ -232,7 +233,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 def test_random_geometries_match_float64(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    geometry, dtype = random_geometry(rng), tiny_family.DTYPES[seed % 3]
+    geometry, dtype = random_geometry(rng), DTYPES[seed % 3]
     layouts = rng.random() < 0.5, rng.random() < 0.5
     posed = plan.Problem(geometry, dtype, "ieee", *layouts)
     forward = tiny_family.plan_forward(posed)

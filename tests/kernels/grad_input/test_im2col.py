@@ -16,6 +16,7 @@ from size_cases import quotient
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.hardware import MAX_BOX
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
@@ -62,9 +63,9 @@ def random_shape(rng: random.Random, posed: StridedProblem, kernel: Im2colKernel
     rows = rng.randint(1, kernel.positions // cols)
     images = rng.randint(1, kernel.positions // (cols * rows))
     box_w = grad_input_im2col_tile.min_box_w(posed, cols)
-    wide = box_w > grad_input_im2col_tile.MAX_BOX
+    wide = box_w > MAX_BOX
     more = rng.choice((0, 0, 1, 3)) * grad_input_im2col_tile.column_alignment(posed, wide)
-    if wide or box_w + more <= grad_input_im2col_tile.MAX_BOX:
+    if wide or box_w + more <= MAX_BOX:
         box_w += more
     shape = Im2colShape(images, rows, cols, box_w, paired=rng.random() < 0.5)
     return grad_input_im2col_tile.with_stages(posed, kernel, shape, H200)

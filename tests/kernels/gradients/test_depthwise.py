@@ -12,6 +12,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients.depthwise import DepthwiseTile, lags, meets_all, tile_of
@@ -22,7 +23,6 @@ CENTERNET = Geometry(16, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1), groups=64)
 FCN = Geometry(2, 21, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
 LAYERS = (CENTERNET, FCN)
 ALL = (True, True, True)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: As in cuda_cases.py.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

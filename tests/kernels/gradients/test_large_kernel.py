@@ -12,12 +12,12 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.gradients.large_kernel import Shape, lower, shape_of, shared_bytes, supports
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 FCN32S = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
 FCN16S = Geometry(2, 21, 32, 32, 21, (32, 32), (16, 16), (8, 8))
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Tolerances relative to float64, as in test_narrow_joint.py.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

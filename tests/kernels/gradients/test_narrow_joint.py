@@ -12,6 +12,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.gradients.narrow_joint import counts_the_output, lower, shared_bytes, supports, tiles
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -19,7 +20,6 @@ DCGAN = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 PIX2PIX = Geometry(16, 128, 128, 128, 3, (4, 4), (2, 2), (1, 1))
 FSRCNN = Geometry(4, 56, 270, 480, 1, (9, 9), (4, 4), (4, 4), (3, 3))
 LAYERS = (DCGAN, PIX2PIX, FSRCNN)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Tolerances of the gradients relative to float64; the products of float32 are exact to float32.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from emulated_pad import emulate
 from planned_kernels import one_of_each
 
-from tconv_swap.kernels.pad import reflection_pad
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.pad.reflection_pad import Pad, plan_backward, plan_forward
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime import jit
@@ -35,7 +35,7 @@ SHAPES = {
 def kernels_for(device: Device) -> dict[Kernel, int]:
     """Returns every kernel for ``SHAPES``, with the threads of its blocks."""
     found = {}
-    for shape, channels_last, dtype in product(SHAPES.values(), (False, True), reflection_pad.DTYPES):
+    for shape, channels_last, dtype in product(SHAPES.values(), (False, True), DTYPES):
         pad = Pad(shape, channels_last, dtype, (1, 2, 3, 0))
         for made in (plan_forward(pad, device), plan_backward(pad, device)):
             assert made is not None

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import tconv_swap
 from tconv_swap.blocks import call
 from tconv_swap.cuda.call import forget
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.pad import reflection_pad
 
 pytestmark = pytest.mark.gpu
 
 FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 #: Half a unit in the last place.
-ROUNDING = {dtype: torch.finfo(dtype).eps / 2 for dtype in reflection_pad.DTYPES}
+ROUNDING = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
 SHAPES = {
     "cyclegan": ((2, 256, 64, 64), (1, 1, 1, 1)),
     "cyclegan head": ((2, 64, 128, 128), (3, 3, 3, 3)),
@@ -76,7 +77,7 @@ def check(shape: tuple[int, ...], padding: tuple[int, ...], dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("dtype", reflection_pad.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes_match_float64(name: str, dtype: torch.dtype, layout: str, planes: None) -> None:
     check(*SHAPES[name], dtype, layout)
@@ -90,12 +91,12 @@ def test_random_shapes_match_float64(seed: int, planes: None) -> None:
         channels = rng.choice((1, 2, 3, 4, 8, 12, 40, 64, 130))
         shape = (rng.randint(1, 19), channels, height, width)
         padding = tuple(rng.randrange(min(size, 12)) for size in (width, width, height, height))
-        check(shape, padding, rng.choice(reflection_pad.DTYPES), rng.choice(list(FORMATS)))
+        check(shape, padding, rng.choice(DTYPES), rng.choice(list(FORMATS)))
 
 
 @pytest.mark.parametrize("layout", FORMATS)
 def test_a_tensor_that_fills_the_gpu_matches_float64(layout: str) -> None:
-    for dtype in reflection_pad.DTYPES:
+    for dtype in DTYPES:
         check((9, 256, 64, 64), (1, 2, 0, 3), dtype, layout)
 
 
