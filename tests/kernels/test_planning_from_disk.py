@@ -130,8 +130,8 @@ def test_other_sizes_begin_with_those_beside_a_size() -> None:
     assert factors == sorted(factors)
 
 
-def test_other_sizes_of_one_pixel_have_an_output() -> None:
-    pixel = Geometry(1, 8, 1, 1, 8, (2, 2), (2, 2), (1, 1))
-    found = other_sizes(pixel)
+@pytest.mark.parametrize("batch", [0, 1])
+def test_other_sizes_of_one_pixel_have_an_output(batch: int) -> None:
+    found = other_sizes(Geometry(batch, 8, 1, 1, 8, (2, 2), (2, 2), (1, 1)))
     assert found
     assert all(min(*one.output_shape) > 0 for one in found)

@@ -54,6 +54,7 @@ def may_be_called(size: Geometry) -> bool:
 def other_sizes(size: Geometry) -> list[Geometry]:
     """Returns the sizes that a layer probably has beside this one: half and twice its batch, rows and columns; then the
     usual ones, the nearest first, by factors of the batch and of the map."""
+    size = replace(size, batch=max(1, size.batch))  # an empty batch says nothing of the next one
 
     def distance(other: Geometry) -> float:
         batch = abs(log2(other.batch / size.batch))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
@@ -15,7 +16,7 @@ from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_cho
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
-from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements
+from tconv_swap.kernels.grad_input.tma_gemm import grad_input_elements
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, round_up
 from tconv_swap.runtime.program import (
@@ -176,7 +177,7 @@ def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) 
     )
     return TensorMap(
         base,
-        ELEMENT_KINDS[problem.precision],
+        TF32_ELEMENT_KINDS[problem.dtype],
         (*blocked, geometry.width // column_block, geometry.height, geometry.in_channels, geometry.batch),
         (*(size * item for size in blocked), row, plane, geometry.in_channels * plane),
         (*blocked, *box),
@@ -192,7 +193,7 @@ def _weight_map(problem: StridedProblem, tile: Im2colTile) -> TensorMap:
     channels = geometry.out_channels_per_group
     return TensorMap(
         input_(2),
-        ELEMENT_KINDS[problem.precision],
+        TF32_ELEMENT_KINDS[problem.dtype],
         (row, channels, geometry.groups),
         (row * problem.item, channels * row * problem.item),
         (grad_input_im2col_tile.BOX_WORDS * grad_input_im2col_tile.word(problem), tile.kernel.channels, 1),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
 from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
 from tconv_swap.kernels.common.sizes import tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -14,7 +15,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_t
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
-from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
+from tconv_swap.kernels.grad_input.tma_gemm import grad_input_elements, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
@@ -178,7 +179,7 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
     if tile.phase_dimension:
         return TensorMap(
             base,
-            ELEMENT_KINDS[problem.precision],
+            TF32_ELEMENT_KINDS[problem.dtype],
             (geometry.in_channels, step_w, geometry.width // step_w, rows, images),
             (pixel, step_w * pixel, geometry.width * pixel, rows * geometry.width * pixel),
             (grad_input_tma_shape.ROW_BYTES // problem.item, 1, box_w, (box_h - 1) * step_h + 1, tile.images),
@@ -199,7 +200,7 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
     steps = (1, 1, step_w, step_h, 1)
     return TensorMap(
         base,
-        ELEMENT_KINDS[problem.precision],
+        TF32_ELEMENT_KINDS[problem.dtype],
         sizes if grouped else _without_groups(sizes),
         strides if grouped else strides[1:],
         box if grouped else _without_groups(box),
@@ -220,7 +221,7 @@ def _weight_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> Tenso
     channels = geometry.out_channels_per_group
     return TensorMap(
         base,
-        ELEMENT_KINDS[problem.precision],
+        TF32_ELEMENT_KINDS[problem.dtype],
         (geometry.in_channels_per_group, geometry.taps, channels, geometry.groups),
         (group, geometry.taps * group, channels * geometry.taps * group),
         (grad_input_tma_shape.ROW_BYTES // problem.item, 1, tile.channels, 1),

@@ -7,21 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime.program import ElementKind
 
-#: The elements of tensor maps, by the precision of the products.
-ELEMENT_KINDS = {
-    "TF32": ElementKind.TFLOAT32,
-    "FP16": ElementKind.FLOAT16,
-    "BF16": ElementKind.BFLOAT16,
-}
 #: The numbers of splits. More splits were never faster.
 SPLITS = (2, 4)
 
@@ -33,8 +25,8 @@ def may_load(problem: StridedProblem, device: Device) -> bool:
     return (
         device.architecture == "sm_90a"
         and problem.geometry.batch > 0
-        and problem.dtype != torch.float64
-        and problem.precision in ELEMENT_KINDS
+        and problem.dtype in DTYPES
+        and problem.precision != "IEEE"
     )
 
 
