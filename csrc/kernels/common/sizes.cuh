@@ -70,13 +70,19 @@ struct PixelRowsSizes {
   int im2col_rows;  // whether grad_output has a plane for each tap
 };
 
-/// For grad_weight/im2col_nchw.cu, whose stages are images, rows and columns of the input.
+/// For grad_weight/im2col_nchw.cu: a stage is `images` x `rows` x `cols` pixels of the input.
 struct Im2colNchwSizes {
-  int batch, out_width;
-  int line;             // pixels from a row of the input to the next
-  int down, across;     // stages of IMAGES images, below each other and side by side
-  int splits;           // of all stages
-  int in_weight_order;  // whether the sums of the only split are the gradient
+  int batch, height, width, out_width;
+  int images, rows, cols;
+  int pitch;                  // pixels from a row of the input to the next
+  int down, across;           // stages of the same images, below each other and side by side
+  int splits;                 // of all stages
+  int in_weight_order;        // whether the sums of the only split are the gradient
+  int run_boxes, out_boxes;   // boxes of the input for each image, and boxes of grad_output side by side
+  int left_halo;              // columns of grad_output before the first pixel's
+  int steps;                  // of 8 pixels
+  int stages;                 // of the ring
+  Divisor run_steps;          // steps of each image
 };
 
 /// For grad_weight/stride1.cu, whose tiles are `segment` rows of grad_output in a column tile of an image.

@@ -80,42 +80,8 @@ static_assert(2 * (MAX_INPUT_STAGES + MAX_WEIGHT_STAGES) * 8 <= BARRIER_BYTES &&
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS, PRODUCER_THREADS = 128;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
 
-/// The state of a warp in a ring of at most MAX_STAGES stages: its stage, and the parity of the phase. At `barriers` lie the
-/// `full` barriers of all stages, then the `empty` barriers.
-template <int MAX_STAGES>
-struct Ring {
-  u32 barriers, stages_begin;
-  int stages, pitch;
-  int stage = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ Ring(u32 barriers, u32 stages_begin, int stages, int pitch)
-      : barriers(barriers), stages_begin(stages_begin), stages(stages), pitch(pitch) {}
-  __device__ __forceinline__ u32 data() const { return stages_begin + stage * pitch; }
-  __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
-  __device__ __forceinline__ u32 empty() const { return barriers + (MAX_STAGES + stage) * 8; }
-  __device__ __forceinline__ u32 empty_before() const {
-    return barriers + (MAX_STAGES + (stage == 0 ? stages : stage) - 1) * 8;
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-/// Sets up the barriers of a ring: one producer loads a stage, and all consumer warps read it.
-template <class Ring>
-__device__ __forceinline__ void set_up(Ring ring) {
-  for (; ring.stage < ring.stages; ++ring.stage) {
-    ptx::init_barrier(ring.full(), 1);
-    ptx::init_barrier(ring.empty(), CONSUMER_THREADS / 32);
-  }
-}
-
-using InputRing = Ring<MAX_INPUT_STAGES>;
-using WeightRing = Ring<MAX_WEIGHT_STAGES>;
+using InputRing = LaunchRing<MAX_INPUT_STAGES>;
+using WeightRing = LaunchRing<MAX_WEIGHT_STAGES>;
 
 /// The barriers come first, then the stages of the weights, then those of the input.
 __device__ __forceinline__ WeightRing weight_ring(u32 shared, const Im2colTileShape& shape) {
@@ -353,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
-    set_up(input_ring(shared, shape));
-    set_up(weight_ring(shared, shape));
+    input_ring(shared, shape).init(1, CONSUMER_THREADS / 32);
+    weight_ring(shared, shape).init(1, CONSUMER_THREADS / 32);
     ptx::fence_barrier_init();
   }
   __syncthreads();

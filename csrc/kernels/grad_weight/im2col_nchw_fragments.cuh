@@ -45,69 +45,104 @@ struct FragmentRows {
   }
 };
 
-/// Whether four pixels of a step are always of one row, so that they are equally far apart for every lane.
-constexpr bool QUADS_STAY_IN_ROW = COLS % 4 == 0;
-
 /// One step's A fragments (grad_output), as wgmma_from_registers takes them.
 using AFragments = u32[M_TILES][4];
 
 /// The bits by which the swizzle permutes the pieces of 16 bytes of a channel.
 __device__ __forceinline__ constexpr u32 swizzle_of(int channel) { return (channel * (OUT_BOX_COLS * 4) >> 7) & (OUT_BOX_COLS / 4 - 1); }
 
-/// Where a lane's A fragments lie.
-struct AAddresses {
-  u32 col[M_TILES];  // column, in the boxes, of the row's pixel 0; may lie before the first
-  u32 channel[M_TILES][2], swizzle[M_TILES][2];
-  const u32 out_width;
-  // For each pixel of a lane: the bytes of its row and, below 512, its columns.
-  u32 pixels[QUADS_STAY_IN_ROW ? 1 : STEPS][2];
+/// The table's entry of a pixel and a tap: the bytes from the beginning of grad_output's boxes to the first channel of what
+/// they read, with the piece of 16 bytes where it would lie without swizzle. OUTSIDE: it is zero, and no box holds it.
+constexpr u32 OUTSIDE = 0xffffffff;
 
-  __device__ __forceinline__ AAddresses(int warp, int lane, u32 out_width) : out_width(out_width) {
+__device__ __forceinline__ u32 pixel_entry(int step, int i, int kw, const Im2colNchwSizes& sizes) {
+  const int run_steps = static_cast<int>(sizes.run_steps.value), image = step / run_steps;
+  const int pixel = step % run_steps * STEP_PIXELS + i, row = pixel / sizes.cols, col = pixel % sizes.cols;
+  const int x = sizes.left_halo + col * STRIDE_W + kw * DILATION_W - PADDING_W;
+  // Boxes of whole rows do not hold the zeros before the first column; behind the last one, the next stage's may lie.
+  const int end = sizes.cols < sizes.width ? sizes.out_boxes * OUT_BOX_COLS : sizes.out_width;
+  if (row >= sizes.rows || col >= sizes.width || x < 0 || x >= end) return OUTSIDE;
+  return x / OUT_BOX_COLS * out_box_bytes(sizes) + (image * sizes.rows + row) * ROW_BYTES + x % OUT_BOX_COLS * 4;
+}
+
+/// The table's entry of a step: its pixels of the input, from the beginning of a stage, as descriptors count.
+__device__ __forceinline__ u32 step_entry(int step, const Im2colNchwSizes& sizes) {
+  const int run_steps = static_cast<int>(sizes.run_steps.value), image = step / run_steps, run_step = step % run_steps;
+  return ((image * sizes.run_boxes + run_step / BOX_STEPS) * BOX_BYTES + run_step % BOX_STEPS * (STEP_PIXELS * 4)) / 16;
+}
+
+/// Writes the tables, by all threads of the block.
+__device__ __forceinline__ void write_tables(u32 shared, const Im2colNchwSizes& sizes) {
+  constexpr int STEP_ENTRIES = STEP_PIXELS * KERNEL_W;
+  for (int entry = threadIdx.x; entry < (sizes.steps + 1) * STEP_ENTRIES; entry += THREADS) {
+    const int step = entry / STEP_ENTRIES % sizes.steps, in_step = entry % STEP_ENTRIES;
+    const u32 of_pixel = pixel_entry(step, in_step / KERNEL_W, in_step % KERNEL_W, sizes), of_step = step_entry(step, sizes);
+    ptx::store_shared<1>(shared + PIXEL_TABLE + entry * 4, &of_pixel);
+    if (in_step == 0) ptx::store_shared<1>(shared + STEP_TABLE + entry / STEP_ENTRIES * 4, &of_step);
+  }
+}
+
+/// Counts the pixels that exist from the first one of a stage on, within the rows or the row of which it is a part.
+struct ExistingPixels {
+  int left;
+  const int all, in_stage;
+
+  __device__ __forceinline__ ExistingPixels(const StagePlace& first, const Im2colNchwSizes& sizes)
+      : all(sizes.cols < sizes.width ? sizes.width : sizes.height * sizes.cols), in_stage(sizes.rows * sizes.cols) {
+    left = all - (sizes.cols < sizes.width ? first.across : first.down) * in_stage;
+  }
+  __device__ __forceinline__ void advance() {
+    left -= in_stage;
+    if (left <= 0) left = all;
+  }
+};
+
+/// A lane's entries of one step.
+struct Entries {
+  u32 pixel[M_TILES][2], step;
+};
+
+/// Where a lane's A fragments lie. All of it stays in registers: the compiler would compute it again for each step.
+struct AAddresses {
+  u32 steps, pixels[M_TILES];  // the first entries
+  u32 channel[M_TILES][2], swizzle[M_TILES][2];
+
+  __device__ __forceinline__ AAddresses(u32 shared, int warp, int lane, const Im2colNchwSizes& sizes) : steps(ptx::keep_in_register(shared + STEP_TABLE)) {
 #pragma unroll
     for (int b = 0; b < M_TILES; ++b) {
       const FragmentRows rows = FragmentRows::of(warp, b, lane);
-      const int kw = rows.kw < KERNEL_W ? rows.kw : 0;
-      col[b] = LEFT_HALO + kw * DILATION_W - PADDING_W + (QUADS_STAY_IN_ROW ? lane % 4 * STRIDE_W : 0);
+      pixels[b] = ptx::keep_in_register(shared + PIXEL_TABLE + (lane % 4 * KERNEL_W + (rows.kw < KERNEL_W ? rows.kw : 0)) * 4);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        channel[b][half] = INPUT_BYTES + rows.channel[half] * (OUT_BOX_COLS * 4) + (QUADS_STAY_IN_ROW ? (col[b] & 3) * 4 : 0);
-        swizzle[b][half] = swizzle_of(rows.channel[half]);
+        channel[b][half] = ptx::keep_in_register(input_bytes(sizes) + rows.channel[half] * (OUT_BOX_COLS * 4));
+        swizzle[b][half] = ptx::keep_in_register(swizzle_of(rows.channel[half]) * 16);
       }
-    }
-    if constexpr (!QUADS_STAY_IN_ROW) {
-#pragma unroll
-      for (int i = 0; i < STEPS; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int pixel = i * 8 + half * 4 + lane % 4;
-          pixels[i][half] = pixel / COLS * ROW_BYTES + pixel % COLS * STRIDE_W;
-        }
     }
   }
 
-  __device__ __forceinline__ void load(AFragments& fragments, u32 stage, int step) const {
+  __device__ __forceinline__ Entries entries(int step) const {
+    Entries found;
+    found.step = ptx::load_shared(steps + step * 4);
 #pragma unroll
-    for (int quad = 0; quad < 2; ++quad) {
-      const int pixel = step * 8 + quad * 4, first = pixel % COLS * STRIDE_W;
-      // Before the first column and after the last there are zeros, which the boxes of whole rows do not hold.
-      const bool may_be_outside = WHOLE_ROWS && (!QUADS_STAY_IN_ROW || first < PADDING_W ||
-                                         first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= MIN_OUT_WIDTH);
-      // Kept in a register: otherwise the compiler computes the addresses of all steps ahead and spills them.
-      const u32 packed = QUADS_STAY_IN_ROW ? 0 : ptx::keep_in_register(pixels[step][quad]);
-      const u32 row = stage + (QUADS_STAY_IN_ROW ? pixel / COLS * ROW_BYTES : packed & ~511u);
+    for (int b = 0; b < M_TILES; ++b)
+#pragma unroll
+      for (int quad = 0; quad < 2; ++quad)
+        found.pixel[b][quad] = ptx::load_shared(pixels[b] + step * TABLE_STEP_BYTES + quad * (4 * KERNEL_W * 4));
+    return found;
+  }
+
+  /// Loads the fragments of a step. `existing`: how many pixels exist from this lane's first one on.
+  __device__ __forceinline__ void load(AFragments& fragments, u32 stage, const Entries& entries, int existing) const {
+#pragma unroll
+    for (int quad = 0; quad < 2; ++quad)
 #pragma unroll
       for (int b = 0; b < M_TILES; ++b) {
-        const u32 x = col[b] + (QUADS_STAY_IN_ROW ? first : packed & 511u);
-        const u32 from = row + (x / OUT_BOX_COLS) * OUT_BOX_BYTES + (QUADS_STAY_IN_ROW ? 0 : (x & 3) * 4);
-        const bool inside = !may_be_outside || x < out_width;
+        const u32 entry = entries.pixel[b][quad];
+        const bool inside = quad * 4 < existing && entry != OUTSIDE;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const u32 at = from + channel[b][half] + ((x / 4 & (OUT_BOX_COLS / 4 - 1)) ^ swizzle[b][half]) * 16;
-          const u32 word = ptx::load_shared(inside ? at : stage);
-          fragments[b][quad * 2 + half] = inside ? word : 0;
-        }
+        for (int half = 0; half < 2; ++half)
+          fragments[b][quad * 2 + half] = ptx::load_shared_if(inside, (entry ^ swizzle[b][half]) + channel[b][half] + stage);
       }
-    }
     if constexpr (WITH_BIAS) {
 #pragma unroll
       for (int b = 0; b < M_TILES; ++b)
@@ -116,4 +151,3 @@ struct AAddresses {
     }
   }
 };
-

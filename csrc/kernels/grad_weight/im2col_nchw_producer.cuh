@@ -4,49 +4,49 @@
 
 /// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const Im2colNchwSizes& sizes, int first_stage, int stages) {
+                                        const Im2colNchwSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  const int image_stages = sizes.down * sizes.across;
-  int image = first_stage / image_stages * IMAGES;
-  int down = first_stage % image_stages / sizes.across, across = first_stage % sizes.across;
+  const int loaded = input_bytes(sizes), out_box = out_box_bytes(sizes);
+  StagePlace at(first_stage, sizes);
+#pragma unroll 1
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expect_tx(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
-#pragma unroll
-    for (int block = 0; block < OUT_BOXES; ++block)
-      ptx::tma_load(ring.data() + INPUT_BYTES + block * OUT_BOX_BYTES, grad_output,
-                    across * (COLS * STRIDE_W) - LEFT_HALO + block * OUT_BOX_COLS, output_channel,
-                    down * (ROWS * STRIDE_H) + place.tap_row_offset(), image, ring.full());
-    // The boxes of each row, or of all rows where they are contiguous.
-    const int row_step = COLS % BOX == 0 ? sizes.line - COLS : 0;
-    const int pixel = down * (ROWS * sizes.line) + across * COLS;
-#pragma unroll
-    for (int box = 0; box < IMAGES * IMAGE_BOXES; ++box)
-      ptx::tma_load(ring.data() + box * BOX_BYTES, input, pixel + box % IMAGE_BOXES * BOX + box % IMAGE_BOXES * BOX / COLS * row_step, input_channel,
-                    image + box / IMAGE_BOXES, ring.full());
+    ptx::arrive_expect_tx(ring.full(), loaded + sizes.out_boxes * out_box);
+    const int column = at.across * (sizes.cols * STRIDE_W) - sizes.left_halo;
+#pragma unroll 1
+    for (int block = 0; block < sizes.out_boxes; ++block)
+      ptx::tma_load(ring.data() + loaded + block * out_box, grad_output, column + block * OUT_BOX_COLS, output_channel,
+                    at.down * (sizes.rows * STRIDE_H) + place.tap_row_offset(), at.image, ring.full());
+    const int pixel = at.down * (sizes.rows * sizes.pitch) + at.across * sizes.cols;
+    u32 to = ring.data();
+#pragma unroll 1
+    for (int image = 0; image < sizes.images; ++image)
+#pragma unroll 1
+      for (int box = 0; box < sizes.run_boxes; ++box, to += BOX_BYTES)
+        ptx::tma_load(to, input, pixel + box * BOX, input_channel, at.image + image, ring.full());
     ring.advance();
-    if (++across == sizes.across) {
-      across = 0;
-      if (++down == sizes.down) down = 0, image += IMAGES;
-    }
+    at.advance(sizes);
   }
 }
 
 /// One of the warps that add up grad_output, stage by stage. Two lanes share channels, 16 bytes in turns.
-__device__ __forceinline__ void add_bias(Ring ring, const Place& place, int warp, int lane, int stages, float* __restrict__ bias_partial) {
+__device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Im2colNchwSizes& sizes, int warp, int lane, int stages,
+                                         float* __restrict__ bias_partial) {
   constexpr int CHANNEL_STEP = BIAS_WARPS * 16, CHANNELS = ceil_div(TILE_CO, CHANNEL_STEP);
-  constexpr int END = LEFT_HALO + COLS * STRIDE_W < OUT_BOXES * OUT_BOX_COLS ? LEFT_HALO + COLS * STRIDE_W : OUT_BOXES * OUT_BOX_COLS;
+  const int boxes_end = sizes.out_boxes * OUT_BOX_COLS, stage_end = sizes.left_halo + sizes.cols * STRIDE_W;
+  const int end = ceil_div(stage_end < boxes_end ? stage_end : boxes_end, 4);
+  const int out_box = out_box_bytes(sizes);
   // Neighbouring lanes take channels that the swizzle keeps in different banks.
   const int first = warp * 16 + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
   CompensatedSum<float> sums[CHANNELS] = {};
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.full(), ring.parity);
+    u32 from = ring.data() + input_bytes(sizes) + first * (OUT_BOX_COLS * 4);
 #pragma unroll 1
-    for (int row = 0; row < IMAGES * ROWS; ++row) {
-      const u32 from = ring.data() + INPUT_BYTES + row * ROW_BYTES + first * (OUT_BOX_COLS * 4);
+    for (int row = sizes.images * sizes.rows; row > 0; --row, from += ROW_BYTES) {
 #pragma unroll 2
-      for (int quad = LEFT_HALO / 4 + lane % 2; quad < ceil_div(END, 4); quad += 2) {
-        const u32 block = from + quad * 4 / OUT_BOX_COLS * OUT_BOX_BYTES;
+      for (int quad = sizes.left_halo / 4 + lane % 2; quad < end; quad += 2) {
+        const u32 block = from + quad * 4 / OUT_BOX_COLS * out_box;
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
           if (TILE_CO % CHANNEL_STEP && first + c * CHANNEL_STEP >= TILE_CO) break;

@@ -83,11 +83,26 @@ def pixel_rows_sizes(geometry: Geometry, splits: int, im2col_rows: bool) -> Word
 
 
 def im2col_nchw_sizes(
-    geometry: Geometry, line: int, tile: tuple[int, int], splits: int, in_weight_order: bool
+    geometry: Geometry,
+    stage: tuple[int, int, int],
+    pitch: int,
+    boxes: tuple[int, int],
+    left_halo: int,
+    run_steps: int,
+    ring: int,
+    splits: int,
+    in_weight_order: bool,
 ) -> Words:
-    """Returns ``Im2colNchwSizes``, for the kernel whose stages are ``tile`` rows and columns of the input."""
-    down, across = ceil_div(geometry.height, tile[0]), ceil_div(geometry.width, tile[1])
-    return geometry.batch, geometry.out_width, line, down, across, splits, int(in_weight_order)
+    """Returns ``Im2colNchwSizes``, for the kernel whose stages are ``stage`` images, rows and columns of the input,
+    with ``pitch`` pixels from a row to the next. ``boxes``: of the input for each image, and of grad_output side by
+    side. ``ring``: its stages."""
+    g, (images, rows, cols) = geometry, stage
+    return (
+        *(g.batch, g.height, g.width, g.out_width, images, rows, cols, pitch),
+        *(ceil_div(g.height, rows), ceil_div(g.width, cols), splits, int(in_weight_order)),
+        *(*boxes, left_halo, images * run_steps, ring),
+        *divisor(run_steps),
+    )
 
 
 def grad_weight_stride1_sizes(

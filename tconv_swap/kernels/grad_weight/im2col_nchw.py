@@ -19,20 +19,27 @@ from tconv_swap.kernels.common.space_to_depth import (
 )
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
-    Pixels,
+    BOX_PIXELS,
+    MAX_STAGES,
+    MAX_STEPS,
+    Stage,
     Tile,
-    candidates,
-    columns_of,
     expected_clocks,
+    fixed_bytes,
     fragment_taps,
     input_read_in_place,
+    kernels,
     out_row_pitch,
+    ring,
+    stage_bytes,
+    stages_of,
+    supports_stage,
     tiles_of,
     with_splits,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
@@ -76,7 +83,7 @@ def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> lis
     tiles = [
         tile
         for tile in choose(problem, device, MAX_SCHEDULES)
-        if _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES
+        if _copied_bytes(g, tile.stage) <= MAX_COPY_BYTES
     ]
     if len(tiles) < count and count > 1:
         others = sorted(
@@ -94,8 +101,13 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     g = problem.geometry
     if not supports(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
-    cut = (with_splits(g, tile, device) for tile in candidates(g, device))
-    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES]
+    cut = (
+        with_splits(g, kernel, stage, device)
+        for kernel in kernels(g)
+        for stage in stages_of(g)
+        if supports_stage(g, kernel, stage, device)
+    )
+    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.stage) <= MAX_COPY_BYTES]
 
 
 def copies_grad_output(geometry: Geometry) -> bool:
@@ -103,16 +115,16 @@ def copies_grad_output(geometry: Geometry) -> bool:
     return out_row_pitch(geometry) != geometry.out_width
 
 
-def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
+def _copied_bytes(geometry: Geometry, stage: Stage) -> int:
     """Returns the bytes of the copies that are made before the product."""
     g = geometry
     output_bytes = _output_planes(g).bytes(g.batch) if copies_grad_output(g) else 0
-    return output_bytes + (0 if input_read_in_place(g, pixels) else _input_planes(g, pixels).bytes(g.batch))
+    return output_bytes + (0 if input_read_in_place(g, stage) else _input_planes(g, stage).bytes(g.batch))
 
 
-def _input_planes(geometry: Geometry, pixels: Pixels) -> Planes:
+def _input_planes(geometry: Geometry, stage: Stage) -> Planes:
     """Returns the layout of the input's copy."""
-    return planes_of(1, geometry.in_channels, (geometry.height, pixels.row_pitch))
+    return planes_of(1, geometry.in_channels, (geometry.height, stage.pitch))
 
 
 def _output_planes(geometry: Geometry) -> Planes:
@@ -146,13 +158,12 @@ def _adds_all_of_grad_output(geometry: Geometry) -> bool:
 
 def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """Returns the part that computes the problem with this tile."""
-    g, pixels = problem.geometry, tile.pixels
-    columns = columns_of(g, pixels)
+    g, kernel, stage = problem.geometry, tile.kernel, tile.stage
     memory = WorkspaceLayout()
     launches = []
-    into = _input_planes(g, pixels)
+    into = _input_planes(g, stage)
     in_base = input_(1)
-    if not input_read_in_place(g, pixels):
+    if not input_read_in_place(g, stage):
         in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
@@ -185,7 +196,7 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     adds_bias = with_bias and not copies_output
     direct = tile.splits == 1
     partial_at = 0 if direct else memory.reserve(tile.splits * weight_bytes(g))
-    ring = tile.ring(g, device)
+    stages = ring(g, kernel, stage, device)
     launches.append(
         Launch(
             Kernel(
@@ -193,28 +204,19 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
                 "grad_weight_im2col_nchw",
                 (
                     *g.layer_constants,
-                    ("IMAGES", pixels.images),
-                    ("ROWS", pixels.rows),
-                    ("COLS", pixels.cols),
-                    ("BOX", pixels.box),
-                    ("TILE_CO", tile.tile_co(g)),
-                    ("LEFT_HALO", columns.left_halo),
-                    ("OUT_BOX_COLS", columns.box_cols),
-                    ("OUT_BOXES", columns.boxes),
-                    ("WHOLE_ROWS", columns.whole),
-                    ("MIN_OUT_WIDTH", columns.boxes * columns.box_cols if columns.whole else 0),
+                    ("TILE_CO", kernel.tile_co(g)),
+                    ("OUT_BOX_COLS", kernel.out_box_cols),
                     ("FRAGMENT_TAPS", fragment_taps(g)),
-                    ("WARPGROUPS", tile.warpgroups),
-                    ("M_TILES", tile.m_tiles),
-                    ("TILE_CI", tile.cols),
-                    ("STAGES", ring),
+                    ("WARPGROUPS", kernel.warpgroups),
+                    ("M_TILES", kernel.m_tiles),
+                    ("TILE_CI", kernel.cols),
+                    ("MAX_STAGES", MAX_STAGES),
+                    ("MAX_STEPS", MAX_STEPS),
                     ("WITH_BIAS", adds_bias),
                 ),
-                # It spills a few registers.
-                spills=tile.m_tiles * tile.cols >= 256 and pixels.count > 32,
             ),
-            grid=tiles_of(g, tile) * tile.splits,
-            block=128 * (tile.warpgroups + 1),
+            grid=tiles_of(g, kernel) * tile.splits,
+            block=128 * (kernel.warpgroups + 1),
             arguments=(
                 tensor_map(0),
                 tensor_map(1),
@@ -225,16 +227,20 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
             structs=(
                 im2col_nchw_sizes(
                     g,
-                    pixels.row_pitch,
-                    (pixels.rows, pixels.cols),
+                    (stage.images, stage.rows, stage.cols),
+                    stage.pitch,
+                    (stage.run_boxes(g), stage.out_boxes(g, kernel.out_box_cols)),
+                    stage.left_halo(g),
+                    stage.run_steps(g),
+                    stages,
                     tile.splits,
                     direct and not problem.weight_channels_last,
                 ),
             ),
-            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
+            shared_bytes=stages * stage_bytes(g, kernel, stage) + fixed_bytes(g),
             overlaps_previous=bool(launches),
             tensor_maps=(
-                into.map(in_base, pixels.box, tile.cols, g.batch, ElementKind.TFLOAT32),
+                into.map(in_base, BOX_PIXELS, kernel.cols, g.batch, ElementKind.TFLOAT32),
                 _grad_output_map(g, tile, out_base, 4 * out.pitch, adds_bias),
             ),
         )
@@ -256,14 +262,14 @@ def _grad_output_map(
     Args:
         plane: bytes of a channel of an image.
     """
-    g, pixels, columns = geometry, tile.pixels, columns_of(geometry, tile.pixels)
-    step = g.stride[0] if pixels.rows > 1 else 1
+    g, kernel, stage = geometry, tile.kernel, tile.stage
+    step = g.stride[0] if stage.rows > 1 else 1
     return TensorMap(
         base,
         ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32,
         sizes=(g.out_width, g.out_channels, g.out_height, g.batch),
         strides=(plane, 4 * out_row_pitch(g), plane * g.out_channels),
-        box=(columns.box_cols, tile.tile_co(g), (pixels.rows - 1) * step + 1, pixels.images),
+        box=(kernel.out_box_cols, kernel.tile_co(g), (stage.rows - 1) * step + 1, stage.images),
         steps=(1, 1, step, 1),
-        swizzle_bytes=4 * columns.box_cols,
+        swizzle_bytes=4 * kernel.out_box_cols,
     )

@@ -1,141 +1,70 @@
-"""What a block of csrc/kernels/grad_weight/im2col_nchw.cu computes, and the expected time of a tile."""
+"""What a block of csrc/kernels/grad_weight/im2col_nchw.cu computes, and the expected time of a tile. A tile is a
+kernel, the stage that a launch gives it, and a number of splits."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP, SHARED_BYTES_PER_CLOCK
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
-    EXTRA_BYTES,
-    PARTIAL_LIMIT_BYTES,
-    PARTIAL_RATE,
-    SPLIT_CLOCKS,
-    weight_bytes,
-)
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP, TMA_ALIGNMENT
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
+#: Pixels of a multiply along k, and of a box of the input.
+STEP_PIXELS, BOX_PIXELS = 8, 32
+#: Steps of a stage, stages of the ring.
+MAX_STEPS = 8
+MIN_STAGES, MAX_STAGES = 2, 8
+#: Bytes of shared memory before the stages: barriers and the table of steps; the table of pixels comes behind them. The
+#: stages begin at a multiple of these bytes.
+_BARRIER_BYTES, _STAGE_ALIGNMENT = 192, 1024
 #: Multiplies, of 8 pixels each, into the same sums: the tensor cores truncate their sums.
 MAX_MULTIPLIES = 1024
 #: Columns of grad_output that a stage's pixels may span: the bits that the kernel packs them into.
 COLUMN_LIMIT = 512
-#: Stages of the ring.
-MIN_STAGES, MAX_STAGES = 2, 8
+#: Floats that boxes begin at multiples of.
+ALIGNMENT = TMA_ALIGNMENT // 4
 #: Warpgroups that multiply, tiles of 64 rows of each, and input channels, as registers allow.
 _SHAPES = (
     *((2, 1, cols) for cols in (256, 192, 128, 96, 64)),
     *((2, 2, cols) for cols in (128, 96, 64)),
-    *((2, m_tiles, 64) for m_tiles in (3, 4)),
-    *((3, m_tiles, cols) for m_tiles, cols in ((1, 128), (1, 96), (2, 64), (1, 64))),
+    (2, 3, 64),
+    *((3, 1, cols) for cols in (192, 128, 96, 64)),
+    *((3, 2, cols) for cols in (96, 64)),
 )
-#: The most registers of a thread that hold accumulators and addresses of fragments in stages with a halo, by the number
-#: of warpgroups: with more the compiler spills 24 to 280 bytes, which took 1.3 times as long.
-MAX_REGISTERS = {2: 160, 3: 112}
-#: Clocks of a box's row, of loading a step's A fragments of 64 rows, and of a
-#: stage beside its multiplies. With them the measured tiles are ordered correctly except for 14 x 14 maps.
-_ROW_CLOCKS, _FRAGMENT_CLOCKS, _STAGE_CLOCKS = 4.0, 12, 60
+#: Columns of a box of grad_output: narrow ones hold the rows of small maps in less memory.
+_OUT_BOX_COLS = (32, 16, 8)
+#: Clocks at 1.7 GHz, fitted to 1,416 tiles of 135 layers and sizes on an H100
+#: (docs/kernels/grad_weight/im2col_nchw.md): of a launch and its reduction; of a stage beside its multiplies; of a
+#: warpgroup's step, and for each column and tile of 64 rows; of a row of a box.
+_LAUNCH_CLOCKS, _STAGE_CLOCKS, _STEP_CLOCKS, _COLUMN_CLOCKS, _ROW_CLOCKS = 11_300, 266, 33.6, 0.462, 1.46
+#: Bytes a clock: of a stage on its way to a multiprocessor; of the whole GPU, of both tensors, of partial sums, of
+#: copies.
+_STAGE_RATE, _MEMORY_RATE, _PARTIAL_RATE, _COPY_RATE = 39.6, 1772, 823, 924
+#: How many times as long a stage takes of which the ring holds only two, and one whose quads of pixels are of two rows,
+#: which lie in the same banks of shared memory.
+_SHORT_RING, _TWO_ROWS = 1.25, 1.43
+#: The part of the shorter of two that adds to the longer: the product from shared memory, and the memory of the GPU.
+_OVERLAP = 0.07
 
 
 @dataclass(frozen=True, slots=True)
-class Pixels:
-    """The pixels of the input in a stage: ``images`` x ``rows`` x ``cols``, loaded by boxes.
-    Attributes:
-        row_pitch: pixels from one row of the input to the next.
-        has_halo: boxes of grad_output hold the columns around the stage's pixels, in rows of any length.
-    """
-
-    images: int
-    rows: int
-    cols: int
-    row_pitch: int
-    has_halo: bool = False
-
-    @property
-    def count(self) -> int:
-        """Returns how many pixels a stage has."""
-        return self.images * self.rows * self.cols
-
-    @property
-    def box(self) -> int:
-        """Returns the pixels of a box: rows of 128 bytes if an image has more than half of that; pixels of one
-        row if rows are not contiguous."""
-        if self.has_halo:
-            return next(box for box in (32, 16, 8) if self.cols % box == 0)
-        pixels = 32 if self.images == 1 and self.rows * self.cols > 16 else self.rows * self.cols
-        return next(box for box in (32, 16, 8) if pixels % box == 0)
-
-    @property
-    def boxes(self) -> int:
-        """Returns the boxes of a stage."""
-        return self.images * ceil_div(self.rows * self.cols, self.box)
-
-    def stages(self, geometry: Geometry) -> int:
-        """Returns the stages of all images."""
-        in_image = ceil_div(geometry.height, self.rows) * ceil_div(geometry.width, self.cols)
-        return ceil_div(geometry.batch, self.images) * in_image
-
-
-def input_read_in_place(geometry: Geometry, pixels: Pixels) -> bool:
-    """Returns whether boxes can load the input without a copy of it."""
-    return pixels.row_pitch == geometry.width and geometry.height * geometry.width % 4 == 0
-
-
-def out_row_pitch(geometry: Geometry) -> int:
-    """Returns the columns from one row of grad_output to the next: rows are multiples of 16 bytes."""
-    return round_up(geometry.out_width, 4)
-
-
-def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
-    """Yields the stages that cover the images.
-    A stage may reach beyond an image's edge only where grad_output ends too. Otherwise grad_output might be infinite
-    there, and its product with the zeros beyond the input would be NaN.
-    """
-    g = geometry
-    size = g.height * g.width
-    nothing_below, nothing_right = (
-        stride * inside - padding >= out
-        for stride, inside, padding, out in zip(
-            g.stride, (g.height, g.width), g.padding, (g.out_height, g.out_width), strict=True
-        )
-    )
-    if size % 8 == 0:
-        for images in (1, 2, 4):
-            if 16 <= images * size <= 64 and images <= g.batch:
-                yield Pixels(images, g.height, g.width, g.width)
-    for rows in range(1, g.height):
-        if rows * g.width % 8 == 0 and 16 <= rows * g.width <= 64 and (g.height % rows == 0 or nothing_below):
-            yield Pixels(1, rows, g.width, g.width)
-    # Narrower rows, copied to the pitch of such stages: where boxes hold as many columns, one kernel computes both.
-    for cols in (8, 16, 32):
-        for rows in range(1, g.height + 1) if cols // 2 < g.width < cols and nothing_right else ():
-            if 16 <= rows * cols <= 64 and (g.height % rows == 0 or nothing_below):
-                yield Pixels(1, rows, cols, cols)
-    for rows, cols in ((1, 64), (2, 32), (1, 32), (4, 16), (8, 8)):
-        fits_below, fits_right = g.height % rows == 0 or nothing_below, g.width % cols == 0 or nothing_right
-        if cols <= round_up(g.width, 8) and fits_below and fits_right and rows <= g.height:
-            yield Pixels(1, rows, cols, round_up(g.width, cols), has_halo=True)
-    for cols in (64, 56, 48, 40, 32, 24, 16):
-        if cols <= round_up(g.width, 8) and (g.width % cols == 0 or nothing_right):
-            yield Pixels(1, 1, cols, round_up(g.width, cols))
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A row of taps x ``tile_co`` output channels by ``cols`` input channels.
+class Im2colKernel:
+    """What is compiled: a row of taps x ``tile_co`` output channels by ``cols`` input channels.
     Attributes:
         warpgroups: that multiply.
         m_tiles: tiles of 64 rows of a warpgroup.
-        splits: of the pixels.
+        out_box_cols: columns of a box of grad_output.
     """
 
-    pixels: Pixels
     warpgroups: int
     m_tiles: int
     cols: int
-    splits: int
+    out_box_cols: int
 
     @property
     def rows(self) -> int:
@@ -146,32 +75,119 @@ class Tile:
         """Returns the output channels of each tap, a multiple of 16."""
         return self.rows // geometry.kernel[1] // 16 * 16
 
-    def input_bytes(self) -> int:
-        """Returns the bytes of the input in a stage."""
-        return 4 * self.pixels.boxes * self.pixels.box * self.cols
 
-    def output_rows(self, geometry: Geometry) -> int:
-        """Returns the rows that boxes of grad_output load."""
-        rows_of_box = self.pixels.images * self.pixels.rows * self.tile_co(geometry)
-        return columns_of(geometry, self.pixels).boxes * rows_of_box
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a launch gives a kernel: the pixels of the input in a stage, ``images`` x ``rows`` x ``cols``.
+    Its rows are whole, or there is one row.
+    Attributes:
+        cols: of whole rows their pitch.
+        pitch: pixels from one row of the input to the next.
+    """
 
-    def stage_bytes(self, geometry: Geometry) -> int:
-        """Returns the shared memory of a stage."""
-        box_cols = columns_of(geometry, self.pixels).box_cols
-        return self.input_bytes() + 4 * box_cols * self.output_rows(geometry)
+    images: int
+    rows: int
+    cols: int
+    pitch: int
 
-    def ring(self, geometry: Geometry, device: Device) -> int:
-        """Returns how many stages the ring has."""
-        room = device.shared_memory_per_block - EXTRA_BYTES
-        return min(MAX_STAGES, room // self.stage_bytes(geometry))
+    def has_whole_rows(self, geometry: Geometry) -> bool:
+        """Returns whether a stage has whole rows."""
+        return self.cols >= geometry.width
+
+    def run(self, geometry: Geometry) -> int:
+        """Returns the pixels of an image of a stage, which are contiguous."""
+        return (self.rows - 1) * self.pitch + min(self.cols, geometry.width)
+
+    def run_boxes(self, geometry: Geometry) -> int:
+        """Returns the boxes of the input of each image."""
+        return ceil_div(self.run(geometry), BOX_PIXELS)
+
+    def run_steps(self, geometry: Geometry) -> int:
+        """Returns the steps of each image."""
+        return ceil_div(self.run(geometry), STEP_PIXELS)
+
+    def steps(self, geometry: Geometry) -> int:
+        """Returns the steps of a stage."""
+        return self.images * self.run_steps(geometry)
+
+    def counts(self, geometry: Geometry) -> tuple[int, int, int]:
+        """Returns how many stages there are along the images, the rows and the columns."""
+        g = geometry
+        return (
+            ceil_div(g.batch, self.images),
+            ceil_div(g.height, self.rows),
+            ceil_div(g.width, self.cols),
+        )
+
+    def left_halo(self, geometry: Geometry) -> int:
+        """Returns the columns of the boxes of grad_output before the first pixel's."""
+        return 0 if self.has_whole_rows(geometry) else round_up(geometry.padding[1], ALIGNMENT)
+
+    def out_boxes(self, geometry: Geometry, box_cols: int) -> int:
+        """Returns the boxes of grad_output side by side, which hold the columns that the taps read and the bias
+        adds up."""
+        g = geometry
+        if self.has_whole_rows(g):
+            return ceil_div(g.out_width, box_cols)
+        reach = (self.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] + 1 - g.padding[1]
+        return ceil_div(self.left_halo(g) + max(reach, self.cols * g.stride[1]), box_cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A kernel, the stage that its launch gives it, and the number of parts that the pixels are split into."""
+
+    kernel: Im2colKernel
+    stage: Stage
+    splits: int = 1
 
     def describe(self, geometry: Geometry) -> str:
         """Returns the tile in words."""
-        p = self.pixels
+        kernel, stage = self.kernel, self.stage
         return (
-            f"{self.cols} channels x {geometry.kernel[1]} taps of {self.tile_co(geometry)}, "
-            f"{p.images} x {p.rows} x {p.cols} pixels, {self.splits} splits"
+            f"{kernel.cols} channels x {geometry.kernel[1]} taps of {kernel.tile_co(geometry)}, "
+            f"{stage.images} x {stage.rows} x {min(stage.cols, geometry.width)} pixels, {self.splits} splits"
         )
+
+
+def input_read_in_place(geometry: Geometry, stage: Stage) -> bool:
+    """Returns whether boxes can load the input without a copy of it."""
+    return stage.pitch == geometry.width and geometry.height * geometry.width % ALIGNMENT == 0
+
+
+def out_row_pitch(geometry: Geometry) -> int:
+    """Returns the columns from one row of grad_output to the next: rows are multiples of 16 bytes."""
+    return round_up(geometry.out_width, ALIGNMENT)
+
+
+@lru_cache(maxsize=256)
+def stages_of(geometry: Geometry) -> tuple[Stage, ...]:
+    """Returns the stages that cover the images."""
+    g = geometry
+    limit, max_cols = MAX_STEPS * STEP_PIXELS, (COLUMN_LIMIT - 1) // g.stride[1] + 1
+    padded = round_up(g.width, ALIGNMENT)
+    found: dict[Stage, None] = {}
+    for pitch in dict.fromkeys((g.width, padded)):
+        for rows in range(1, g.height + 1) if g.width <= max_cols else ():
+            run = (rows - 1) * pitch + g.width
+            if run > limit or (rows > 1 and not _rows_fit(g, rows)):
+                break
+            if rows == g.height:
+                most = min(g.batch, MAX_STEPS // ceil_div(run, STEP_PIXELS))
+                found.update(dict.fromkeys(Stage(n, rows, pitch, pitch) for n in (1, 2, 4) if n <= most))
+            elif rows * pitch % ALIGNMENT == 0:
+                found[Stage(1, rows, pitch, pitch)] = None
+    for count in range(2, ceil_div(g.width, BOX_PIXELS) + 2):
+        cols = round_up(ceil_div(g.width, count), ALIGNMENT)
+        if cols < g.width and cols <= min(limit, max_cols):
+            found[Stage(1, 1, cols, padded)] = None
+    return tuple(found)
+
+
+def _rows_fit(geometry: Geometry, rows: int) -> bool:
+    """Returns whether a box of grad_output can have every ``stride``-th row for so many rows of the input."""
+    stride = geometry.stride[0]
+    return stride <= MAX_STEP and (rows - 1) * stride < MAX_BOX
 
 
 def fragment_taps(geometry: Geometry) -> int:
@@ -183,77 +199,81 @@ def fragment_taps(geometry: Geometry) -> int:
     return max(taps for taps in (1, 2, 4, 8) if g.stride[1] % taps == 0 and taps <= g.kernel[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns of grad_output in a stage.
-    Attributes:
-        left_halo: columns before the first pixel's.
-        box_cols: columns of a box.
-        boxes: side by side.
-        whole: the boxes hold all columns that there are.
-    """
-
-    left_halo: int
-    box_cols: int
-    boxes: int
-    whole: bool
-
-
-def columns_of(geometry: Geometry, pixels: Pixels) -> Columns:
-    """Returns the columns that the taps read and the bias adds up; boxes begin at multiples of 16 bytes."""
-    g = geometry
-    if pixels.cols >= g.width and not pixels.has_halo:
-        box_cols = next(cols for cols in (8, 16, 32) if cols >= min(32, g.out_width))
-        return Columns(0, box_cols, ceil_div(g.out_width, box_cols), whole=True)
-    reach = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] + 1 - g.padding[1]
-    left_halo = round_up(g.padding[1], 4)
-    return Columns(
-        left_halo, 32, ceil_div(left_halo + max(reach, pixels.cols * g.stride[1]), 32), whole=False
-    )
-
-
-def tiles_of(geometry: Geometry, tile: Tile) -> int:
+def tiles_of(geometry: Geometry, kernel: Im2colKernel) -> int:
     """Returns the blocks of one split, of all groups."""
     g = geometry
-    co_tiles = ceil_div(g.out_channels_per_group, tile.tile_co(g))
-    return ceil_div(g.in_channels_per_group, tile.cols) * co_tiles * g.kernel[0] * g.groups
+    co_tiles = ceil_div(g.out_channels_per_group, kernel.tile_co(g))
+    return ceil_div(g.in_channels_per_group, kernel.cols) * co_tiles * g.kernel[0] * g.groups
 
 
-def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
-    """Yields the tiles that fit, with one split."""
-    for pixels, (warpgroups, m_tiles, cols) in itertools.product(dict.fromkeys(pixels_of(geometry)), _SHAPES):
-        tile = Tile(pixels, warpgroups, m_tiles, cols, 1)
-        if fits(geometry, tile, device):
-            yield tile
+def kernels(geometry: Geometry) -> Iterator[Im2colKernel]:
+    """Yields the kernels of a layer that are no larger than its work."""
+    g = geometry
+    for shape, out_box_cols in itertools.product(_SHAPES, _OUT_BOX_COLS):
+        kernel = Im2colKernel(*shape, out_box_cols)
+        tile_co = kernel.tile_co(g)
+        too_many = tile_co >= 2 * max(32, g.out_channels_per_group)
+        if 0 < tile_co <= MAX_BOX and not too_many and kernel.cols < 2 * max(64, g.in_channels_per_group):
+            yield kernel
 
 
-def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
-    """Returns whether a block has room for a tile that is no larger than its work."""
-    g, pixels, tile_co = geometry, tile.pixels, tile.tile_co(geometry)
-    if tile_co == 0 or tile_co > MAX_BOX:
+def output_rows(geometry: Geometry, kernel: Im2colKernel, stage: Stage) -> int:
+    """Returns the rows that boxes of grad_output load in a stage."""
+    boxes = stage.out_boxes(geometry, kernel.out_box_cols)
+    return boxes * stage.images * stage.rows * kernel.tile_co(geometry)
+
+
+def stage_bytes(geometry: Geometry, kernel: Im2colKernel, stage: Stage) -> int:
+    """Returns the bytes from one stage in shared memory to the next."""
+    loaded = 4 * BOX_PIXELS * stage.images * stage.run_boxes(geometry) * kernel.cols
+    return round_up(loaded + 4 * kernel.out_box_cols * output_rows(geometry, kernel, stage), _STAGE_ALIGNMENT)
+
+
+def fixed_bytes(geometry: Geometry) -> int:
+    """Returns the bytes of shared memory beside the stages."""
+    table = (MAX_STEPS + 1) * STEP_PIXELS * geometry.kernel[1] * 4
+    return _STAGE_ALIGNMENT + round_up(_BARRIER_BYTES + table, _STAGE_ALIGNMENT)
+
+
+def ring(geometry: Geometry, kernel: Im2colKernel, stage: Stage, device: Device) -> int:
+    """Returns how many stages the ring has."""
+    room = device.shared_memory_per_block - fixed_bytes(geometry)
+    return min(MAX_STAGES, room // stage_bytes(geometry, kernel, stage))
+
+
+def supports_stage(geometry: Geometry, kernel: Im2colKernel, stage: Stage, device: Device) -> bool:
+    """Returns whether a kernel may get a stage. Narrow boxes hold whole rows."""
+    narrow = kernel.out_box_cols < max(_OUT_BOX_COLS)
+    if narrow and not (stage.has_whole_rows(geometry) and geometry.out_width <= kernel.out_box_cols):
         return False
-    if tile_co >= 2 * max(32, g.out_channels_per_group) or tile.cols >= 2 * max(64, g.in_channels_per_group):
-        return False
-    registers = tile.m_tiles * (tile.cols + pixels.count) // 2
-    if pixels.has_halo and registers > MAX_REGISTERS[tile.warpgroups]:
-        return False
-    if (pixels.rows - 1) * g.stride[0] >= MAX_BOX or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
-        return False
-    return (pixels.rows == 1 or g.stride[0] <= MAX_STEP) and tile.ring(g, device) >= MIN_STAGES
+    return ring(geometry, kernel, stage, device) >= MIN_STAGES
 
 
-def with_splits(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
+def best_tile(geometry: Geometry, kernel: Im2colKernel, device: Device) -> Tile | None:
+    """Returns the tile of a kernel that is expected to be the fastest; None where it computes no stage of this size."""
+    tiles = (
+        with_splits(geometry, kernel, stage, device)
+        for stage in stages_of(geometry)
+        if supports_stage(geometry, kernel, stage, device)
+    )
+    found = [tile for tile in tiles if tile is not None]
+    return min(found, key=lambda tile: expected_clocks(geometry, tile, device), default=None)
+
+
+def with_splits(geometry: Geometry, kernel: Im2colKernel, stage: Stage, device: Device) -> Tile | None:
     """Returns the tile with the number of splits that is expected to be the fastest; None where more splits are needed,
     because the tensor cores truncate long sums, than the workspace holds."""
-    g, stages = geometry, tile.pixels.stages(geometry)
+    g = geometry
+    images, down, across = stage.counts(g)
+    stages = images * down * across
     max_splits = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
-    min_splits = ceil_div(stages * tile.pixels.count // 8, MAX_MULTIPLIES)
-    blocks = tiles_of(g, tile)
+    min_splits = ceil_div(stages * stage.steps(g), MAX_MULTIPLIES)
+    blocks = tiles_of(g, kernel)
     found = {
         max(1, min_splits, min(max_splits, waves * device.multiprocessors // blocks)) for waves in (1, 2, 3)
     }
     cut = [
-        replace(tile, splits=splits)
+        Tile(kernel, stage, splits)
         for splits in sorted(found)
         if splits == 1 or splits * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
     ]
@@ -261,21 +281,22 @@ def with_splits(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
 
 
 def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of the product, of the reduction of its splits, and of a copy of the input
-    before it."""
-    g, pixels = geometry, tile.pixels
-    steps = pixels.count // 8 * tile.warpgroups * tile.m_tiles
-    stage = _STAGE_CLOCKS + max(
-        steps * (tile.cols * 0.55 + _FRAGMENT_CLOCKS),
-        steps * (tile.cols / 4 + 16) + tile.stage_bytes(g) / SHARED_BYTES_PER_CLOCK,
-        (pixels.boxes * tile.cols + tile.output_rows(g)) * _ROW_CLOCKS,
-    )
-    if tile.ring(g, device) < 3:
-        stage *= 1.15
-    if pixels.cols % 4:
-        stage *= 1.2
-    waves = ceil_div(tiles_of(g, tile) * tile.splits, device.multiprocessors)
-    stages = ceil_div(pixels.stages(g), tile.splits)
-    partial = weight_bytes(g) * (2 * tile.splits + 1 if tile.splits > 1 else 2) / PARTIAL_RATE
-    copied = 0 if input_read_in_place(g, pixels) else g.in_channels * g.height * pixels.row_pitch
-    return waves * (stages * stage + SPLIT_CLOCKS) + partial + 8 * g.batch * copied / PARTIAL_RATE
+    """Returns the expected clocks of the product, of the reduction of its splits, and of the copies before it."""
+    g, kernel, stage = geometry, tile.kernel, tile.stage
+    step = kernel.warpgroups * (kernel.m_tiles * kernel.cols * _COLUMN_CLOCKS + _STEP_CLOCKS)
+    rows = stage.images * stage.run_boxes(g) * kernel.cols + output_rows(g, kernel, stage)
+    clocks = max(stage.steps(g) * step, stage_bytes(g, kernel, stage) / _STAGE_RATE, rows * _ROW_CLOCKS)
+    if ring(g, kernel, stage, device) == MIN_STAGES:
+        clocks *= _SHORT_RING
+    if stage.rows > 1 and stage.cols % 4:
+        clocks *= _TWO_ROWS
+    images, down, across = stage.counts(g)
+    waves = ceil_div(tiles_of(g, kernel) * tile.splits, device.multiprocessors)
+    stages = ceil_div(images * down * across, tile.splits)
+    inputs, outputs = g.batch * g.in_channels * g.height, g.batch * g.out_channels * g.out_height
+    memory = 4 * (inputs * g.width + outputs * g.out_width) / _MEMORY_RATE
+    partial = weight_bytes(g) * (2 * tile.splits + 1 if tile.splits > 1 else 2) / _PARTIAL_RATE
+    copied = 0 if input_read_in_place(g, stage) else inputs * stage.pitch
+    copied += 0 if out_row_pitch(g) == g.out_width else outputs * out_row_pitch(g)
+    shorter, longer = sorted((waves * stages * (clocks + _STAGE_CLOCKS), memory))
+    return longer + _OVERLAP * shorter + partial + 8 * copied / _COPY_RATE + _LAUNCH_CLOCKS

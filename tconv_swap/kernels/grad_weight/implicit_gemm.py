@@ -8,6 +8,7 @@ clocks is taken.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache, partial
 
 import torch
@@ -52,9 +53,9 @@ from tconv_swap.runtime.program import (
 WIDE_CHANNELS = 64
 #: Input channels times taps, for each pixel of a stride, from which pixel_rows is worth its copy of grad_output.
 PIXEL_ROWS_MIN_MULTIPLIES = 200
-#: The same product up to which im2col_nchw is faster; above it pixel_rows is
-#: (docs/kernels/grad_weight/pixel_rows.md).
-IM2COL_MAX_MULTIPLIES = 4096
+#: Clocks at 1.7 GHz, measured over expected, in TF32 and NCHW, of the implicit GEMM where the kernel is the stride
+#: (elsewhere 0.99): the geometric mean of 50 layers and sizes on an H100, whose logarithms deviate by 0.11.
+PRODUCT_CLOCKS = 0.59
 #: Registers of a thread that must be left over for the compiler never to spill (up to 72 bytes were seen).
 SPARE_REGISTERS = 48
 
@@ -76,7 +77,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     """Returns ``count`` parts: the one that is expected to be the fastest, then the best of each family in turn."""
     families = (
         _stride1(problem, device, with_bias, count),
-        _im2col_or_pixel_rows(problem, device, with_bias, count),
+        *_with_pixels_along_k(problem, device, with_bias, count),
         implicit_gemm(problem, device, with_bias, count),
     )
     ranked = sorted(filter(None, families), key=lambda family: family[0].clocks)
@@ -93,25 +94,18 @@ def _stride1(problem: Problem, device: Device, with_bias: bool, count: int) -> l
     return grad_weight_stride1.ranked(problem, device, count)
 
 
-def _im2col_or_pixel_rows(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
-    """Returns the parts of the families with pixels along k, in TF32; to be measured, those of im2col also for layers
-    without a kernel of it.
-
-    Where a layer has kernels of two families, im2col_nchw comes first (as fast as pixel_rows or up to 2.7 times as
-    fast on 12 layers), but not where it, too, copies grad_output (0.91 and 0.96 times as fast on two).
-    """
+def _with_pixels_along_k(
+    problem: Problem, device: Device, with_bias: bool, count: int
+) -> Iterator[list[Ranked]]:
+    """Yields the parts of each family with pixels along k, in TF32; to be measured, those of im2col also for layers
+    without a kernel of it."""
     im2col, pixel_rows = _nchw_schedules(problem, device)
-    share = (count + 1) // 2
-    in_place: list[Ranked] = []
-    planes: list[Ranked] = []
     if _nhwc_schedules(problem) or count > 1:
-        in_place += grad_weight_im2col_nhwc.ranked(problem, device, with_bias, share)
+        yield grad_weight_im2col_nhwc.ranked(problem, device, with_bias, count)
     if im2col or count > 1:
-        in_place += grad_weight_im2col_nchw.ranked(problem, device, with_bias, share)
-    copies = grad_weight_im2col_nchw.copies_grad_output(problem.geometry)
-    if pixel_rows and (copies or count > 1 or not in_place):
-        planes = grad_weight_pixel_rows.ranked(problem, device, with_bias, share, pixel_rows)
-    return planes + in_place if copies else in_place + planes
+        yield grad_weight_im2col_nchw.ranked(problem, device, with_bias, count)
+    if pixel_rows:
+        yield grad_weight_pixel_rows.ranked(problem, device, with_bias, count, pixel_rows)
 
 
 def implicit_gemm(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
@@ -123,9 +117,16 @@ def implicit_gemm(problem: Problem, device: Device, with_bias: bool, count: int)
     found = grad_weight_tma.ranked(problem, device, with_bias, (count + 1) // 2)
     if len(found) < count:
         schedules = choose(problem, device, count - len(found), max_schedules(problem, device))
+        measured = 1.0
+        if (
+            problem.is_tf32
+            and not problem.channels_last
+            and problem.geometry.kernel == problem.geometry.stride
+        ):
+            measured = PRODUCT_CLOCKS
         found += [
             Ranked(
-                one.clocks(problem.geometry, device),
+                measured * one.clocks(problem.geometry, device),
                 partial(lower, problem, one, device, with_bias),
             )
             for one in schedules
@@ -196,11 +197,7 @@ def _is_wide(problem: Problem) -> bool:
 def _im2col_nchw_may_win(problem: Problem) -> bool:
     """Returns whether im2col_nchw can be the fastest at some size of a layer in NCHW."""
     g = problem.geometry
-    if g.in_channels_per_group < WIDE_CHANNELS or g.out_channels_per_group < WIDE_CHANNELS // 2:
-        return False
-    one_row = g.kernel[0] == g.stride[0] == 1
-    many = IM2COL_MAX_MULTIPLIES * math.prod(g.stride)
-    return not one_row and g.in_channels_per_group * g.taps <= many
+    return g.in_channels_per_group >= WIDE_CHANNELS and g.out_channels_per_group >= WIDE_CHANNELS // 2
 
 
 def supports(problem: Problem, device: Device) -> bool:

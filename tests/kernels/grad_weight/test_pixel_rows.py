@@ -13,7 +13,6 @@ from grad_weight_cases import (
     H200,
     LAYERS,
     ODD,
-    ONE_ROW,
     UNET,
     WIDE,
     assert_part_matches,
@@ -115,8 +114,11 @@ def test_channels_that_are_no_multiple_of_16_bytes_are_planned_as_implicit_gemm(
 
 @pytest.mark.parametrize(
     "geometry",
-    [ONE_ROW, Geometry(16, 256, 14, 14, 128, (4, 4), (2, 2), (1, 1))],
-    ids=["one row", "little work"],
+    [
+        Geometry(32, 2048, 8, 6, 256, (4, 4), (2, 2), (1, 1)),
+        Geometry(5, 1024, 1, 407, 512, (1, 6), (1, 3), (0, 2)),
+    ],
+    ids=["rows of 6 pixels", "one row"],
 )
 def test_wide_layers_in_nchw_are_planned_as_pixel_rows(geometry: Geometry) -> None:
     for with_bias in (False, True):

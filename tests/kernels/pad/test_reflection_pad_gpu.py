@@ -35,7 +35,7 @@ SHAPES = {
 def planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each thread computes one plane, or several, whatever fills the GPU."""
     resident = 0 if request.param == "several planes" else 1 << 40
-    monkeypatch.setattr(reflection_pad, "_RESIDENT_THREADS", resident)
+    monkeypatch.setattr(reflection_pad, "RESIDENT_THREADS", resident)
     forget()
     yield
     forget()
