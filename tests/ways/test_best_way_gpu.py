@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import graph_workspaces
@@ -258,7 +260,11 @@ def test_a_network_that_waits_is_refused_and_the_gpu_still_works() -> None:
 
 
 def test_a_graph_keeps_its_workspaces_when_others_are_gone() -> None:
-    done = subprocess.run([sys.executable, graph_workspaces.__file__], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, graph_workspaces.__file__],
+        env={**os.environ, "PYTHONPATH": str(Path(tconv_swap.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

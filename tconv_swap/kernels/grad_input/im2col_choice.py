@@ -49,21 +49,22 @@ from tconv_swap.runtime.disk_cache import disk_cache
 
 #: The fewest channels of a group, on either side. The kernel was not measured with fewer.
 MIN_CHANNELS = 32
-#: The largest expected time of a problem, relative to that of its multiplies. Above it,
+#: The largest expected time of a problem, relative to that of its multiplies, by the bytes of an element. Above it,
 #: grad_input/implicit_gemm_wgmma.cu was as fast (measured).
-MAX_CLOCKS_PER_MULTIPLY = 4.4
-#: The same for grad_input/implicit_gemm_wgmma.cu, which computes the sizes for which a layer has no tile (measured on
-#: 4 x 4 maps).
-FALLBACK_CLOCKS_PER_MULTIPLY = 5.8
+MAX_CLOCKS_PER_MULTIPLY = {4: 8.0, 2: 4.4}
+#: The same for grad_input/implicit_gemm_wgmma.cu, which computes the sizes for which a layer has no tile (measured).
+FALLBACK_CLOCKS_PER_MULTIPLY = {4: 8.0, 2: 5.8}
 #: Batch, rows and columns of the first map of a vocoder in training, a segment of 8,192 samples.
 SEGMENTS = (16, 1, 32)
 #: Loading words in halves is faster where an element is the sum of at least so many products, or where grad_input has
 #: at least so many elements for each multiprocessor (the problems that were slower had fewer of both).
 HALVES_SUMMED = 2048
 HALVES_ELEMENTS = 3 * 128 * 128
-#: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides,
-#: or one row of so many columns, with each batch. The conflicts of the banks are computed for the NEAR best of each.
-SHAPED_SIDES, SHAPED_COLUMNS, SHAPED_BATCHES = (4, 8, 16, 32, 128), (16, 64, 256, 1024), (1, 16, 128)
+#: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides
+#: of which none is more than twice as long, or one row of so many columns, with each batch, of at most so many
+#: positions. The conflicts of the banks are computed for the NEAR best of each.
+SHAPED_SIDES, SHAPED_COLUMNS = (4, 8, 12, 16, 24, 32, 40, 56, 128), (16, 64, 256, 1024)
+SHAPED_BATCHES, SHAPED_POSITIONS = (1, 16, 128, 1024), 1 << 21
 NEAR = 3
 #: Clocks that are added to each size, so that tiles for small sizes do not count too much.
 MIN_CLOCKS = 10000
@@ -146,7 +147,7 @@ def best_tiles(
             shape,
         )
         for shape, step, beside, any_count in schedule.shapes
-        if (any_count or cols <= shape.cols) and (takes_wide or not shape.wide)
+        if (any_count or cols <= shape.cols) and (takes_wide or not shape.wide) and shape.suits(rows, cols)
     ]
     if not counted:
         return
@@ -240,7 +241,7 @@ def _fastest(
         works = [
             (-(-batch // shape.images) * -(-rows // shape.rows) * -(-cols // shape.cols), step, beside, i)
             for i, (shape, step, beside, any_count) in enumerate(timed)
-            if any_count or cols <= shape.cols
+            if (any_count or cols <= shape.cols) and shape.suits(rows, cols)
         ]
         for parts, steps in counts:
             ranked = sorted(
@@ -255,9 +256,12 @@ def _fastest(
 
 def _shaped_maps(layer: StridedProblem, sizes: list[StridedProblem]) -> list[tuple[int, int, int]]:
     """Returns the batch, rows and columns of maps for which a kernel has its shapes."""
-    sides = product((1,), SHAPED_COLUMNS) if layer.one_row else product(SHAPED_SIDES, SHAPED_SIDES)
     found = [(size.geometry.batch, *size.positions) for size in sizes]
-    return found + [(batch, rows, cols) for rows, cols in sides for batch in SHAPED_BATCHES]
+    for rows, cols in product((1,), SHAPED_COLUMNS) if layer.one_row else product(SHAPED_SIDES, SHAPED_SIDES):
+        if layer.one_row or max(rows, cols) <= 2 * min(rows, cols):
+            batches = (batch for batch in SHAPED_BATCHES if batch * rows * cols <= SHAPED_POSITIONS)
+            found += [(batch, rows, cols) for batch in batches]
+    return found
 
 
 def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
@@ -274,10 +278,8 @@ def _expected_clocks(schedule: Schedule, problem: StridedProblem, device: Device
     """Returns the expected clocks with the best shape and number of splits, or those of
     grad_input/implicit_gemm_wgmma.cu for a size that it computes."""
     best = min((time for time, _ in best_tiles(schedule, problem, device)), default=math.inf)
-    limit = _max_clocks(problem, device)
-    return MIN_CLOCKS + (
-        best if best <= limit else limit * FALLBACK_CLOCKS_PER_MULTIPLY / MAX_CLOCKS_PER_MULTIPLY
-    )
+    fallback = FALLBACK_CLOCKS_PER_MULTIPLY[problem.item] * _multiply_clocks(problem, device)
+    return MIN_CLOCKS + (best if best <= _max_clocks(problem, device) else fallback)
 
 
 def _max_clocks(problem: StridedProblem, device: Device) -> float:
@@ -285,4 +287,8 @@ def _max_clocks(problem: StridedProblem, device: Device) -> float:
     TF32, which no other family computes fast."""
     if problem.one_row and problem.item == 4:
         return math.inf
-    return MAX_CLOCKS_PER_MULTIPLY * macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
+    return MAX_CLOCKS_PER_MULTIPLY[problem.item] * _multiply_clocks(problem, device)
+
+
+def _multiply_clocks(problem: StridedProblem, device: Device) -> float:
+    return macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
