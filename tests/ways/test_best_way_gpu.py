@@ -260,7 +260,8 @@ def test_a_network_that_waits_is_refused_and_the_gpu_still_works() -> None:
 
 
 def test_a_graph_keeps_its_workspaces_when_others_are_gone() -> None:
-    done = subprocess.run([sys.executable, graph_workspaces.__file__],
+    done = subprocess.run(
+        [sys.executable, graph_workspaces.__file__],
         env={**os.environ, "PYTHONPATH": str(Path(tconv_swap.__file__).parents[1])},
         capture_output=True,
         text=True,

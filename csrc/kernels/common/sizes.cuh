@@ -109,6 +109,14 @@ struct GradWeightTileSizes {
   __device__ __forceinline__ constexpr int tiles_of(int split) const { return split_tiles + (split < longer_splits); }
 };
 
+/// For grad_weight/im2col_nhwc.cu, whose tiles of pixels are its stages.
+struct Im2colNhwcSizes {
+  GradWeightTileSizes tiles;
+  int images, rows, cols;  // of a stage, powers of two
+  int col_bits;            // the columns are 1 << col_bits
+  int stages;              // of the ring
+};
+
 /// The first image, row and column of the input of a tile of pixels.
 template <int TILE_N, int TILE_H, int TILE_W>
 struct TilePlace {

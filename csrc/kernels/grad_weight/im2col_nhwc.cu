@@ -8,8 +8,10 @@
 // neither operand is. TMA loads boxes of both tensors as they lie. Two warps transpose the input's boxes in place,
 // once for all taps; each lane loads its A fragments of grad_output, 16 bytes at a time, where a tap is an address.
 // The order of the pixels along k is chosen so that no load has bank conflicts (grad_weight/im2col_nhwc_layout.cuh).
+// The launch gives the images, rows and columns of a stage. Pixels beyond the edge of an image are zeros of both operands:
+// TMA fills those of the input, and the fragments of grad_output, which may go on there, are not loaded.
 //
-// Covers: float32 (TF32), channels_last; what grad_weight/im2col_nhwc.py claims. One thread of warpgroup 0 is the
+// Covers: float32 (TF32), channels_last; what grad_weight/im2col_nhwc.py supports. One thread of warpgroup 0 is the
 // producer and two of its warps transpose; the other warpgroups are the consumers. Where the rows of all images follow
 // one another in both tensors as those of one image do, the maps and sizes describe one image. The pixels are cut into
 // splits. A cluster adds up the sums of CLUSTER splits; what is left is gradient[splits / CLUSTER][ci][tap][co]
@@ -21,12 +23,9 @@
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
-#include "common/stages.cuh"
 #include "common/tma.cuh"
 #include "grad_weight/im2col_nhwc_layout.cuh"
 #include "grad_weight/im2col_nhwc_producer.cuh"
-#include "grad_weight/im2col_multiply.cuh"
-#include "grad_weight/ring_barriers.cuh"
 
 /// The rows of a warp: channels lane / 4 * 4 and the next three, one for each m tile and half of 8 rows.
 struct WarpTile {
@@ -46,30 +45,72 @@ struct WarpTile {
 struct AAddresses {
   u32 at[STEPS][2];
 
-  __device__ __forceinline__ AAddresses(const WarpTile& warp_tile, int lane) {
-    u32 box = 0, shift = 0;
+  __device__ __forceinline__ AAddresses(const WarpTile& warp_tile, int lane, const Im2colNhwcSizes& sizes) {
+    int boxes = 0, shift = 0;
 #pragma unroll
     for (int j = 0; j < TAP_COLS; ++j)
-      if (warp_tile.j == j) box = tap_bytes(0, j), shift = shift_of(j);
-    box += warp_tile.i * (COLUMN_BOXES * CO_BOXES * OUTPUT_BOX_BYTES) + warp_tile.co_box * OUTPUT_BOX_BYTES;
+      if (warp_tile.j == j) boxes = tap_boxes(0, j), shift = shift_of(j);
+    boxes += warp_tile.i * (COLUMN_BOXES * CO_BOXES) + warp_tile.co_box;
+    const int first = INPUT_BYTES + boxes * output_box_bytes(sizes);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const u32 row = row_of(pixel_of(step, half, lane % 4)) + shift;
-        at[step][half] = box + row * ROW_BYTES + (lane / 4 ^ (row & 7)) * 16;
+        const int pixel = pixel_of(step, half, lane % 4);
+        const int box_row = (pixel >> sizes.col_bits) * pitch(sizes) + (pixel & (sizes.cols - 1)) + shift;
+        at[step][half] = first + box_row * ROW_BYTES + (lane / 4 ^ (box_row & 7)) * 16;
       }
   }
   __device__ __forceinline__ void load(AFragments& fragments, u32 stage, int step) const {
 #pragma unroll
+    for (int half = 0; half < 2; ++half) set(fragments, half, ptx::load_shared_vector(stage + at[step][half]));
+  }
+  /// The same where only so many rows and columns of a stage exist.
+  __device__ __forceinline__ void load_existing(AFragments& fragments, u32 stage, int step, int lane, int rows, int cols,
+                                                const Im2colNhwcSizes& sizes) const {
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 four = ptx::load_shared_vector(stage + at[step][half]);
-      fragments[0][half * 2] = four.x;
-      fragments[0][half * 2 + 1] = four.y;
-      fragments[1][half * 2] = four.z;
-      fragments[1][half * 2 + 1] = four.w;
+      const int pixel = pixel_of(step, half, lane % 4);
+      const bool exists = (pixel >> sizes.col_bits & (sizes.rows - 1)) < rows && (pixel & (sizes.cols - 1)) < cols;
+      // What is loaded may be infinite, so it is replaced, not multiplied.
+      uint4 four = ptx::load_shared_vector(stage + at[step][half]);
+      if (!exists) four = make_uint4(0, 0, 0, 0);
+      set(fragments, half, four);
     }
   }
+
+ private:
+  __device__ __forceinline__ static void set(AFragments& fragments, int half, const uint4& four) {
+    fragments[0][half * 2] = four.x;
+    fragments[0][half * 2 + 1] = four.y;
+    fragments[1][half * 2] = four.z;
+    fragments[1][half * 2 + 1] = four.w;
+  }
+};
+
+/// How many rows and columns exist from the first pixel of a consumer's stage on, stage after stage.
+struct ExistingPixels {
+  int rows, cols;
+  bool all;
+
+  __device__ __forceinline__ ExistingPixels(int first_stage, const Im2colNhwcSizes& sizes) {
+    const StagePlace at(first_stage, sizes);
+    rows = sizes.tiles.height - at.row;
+    cols = sizes.tiles.width - at.col;
+    compare(sizes);
+  }
+  __device__ __forceinline__ void advance(const Im2colNhwcSizes& sizes) {
+    cols -= sizes.cols;
+    if (cols <= 0) {
+      cols = sizes.tiles.width;
+      rows -= sizes.rows;
+      if (rows <= 0) rows = sizes.tiles.height;
+    }
+    compare(sizes);
+  }
+
+ private:
+  __device__ __forceinline__ void compare(const Im2colNhwcSizes& sizes) { all = rows >= sizes.rows && cols >= sizes.cols; }
 };
 
 /// The bias, from the A fragments that a warp loads anyway: a lane's four channels of the pixels that are its k, for the
@@ -123,6 +164,38 @@ struct Bias {
   }
 };
 
+/// The consumer: one warp's multiplies. While a step is multiplied, the next step's fragments are loaded.
+/// wait_for_stage(ring) returns when the stage is full; load(fragments, stage address, step) loads A; end_stage() follows a
+/// stage's last step.
+template <class Wait, class Load, class EndStage>
+__device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES][TILE_CI / 2], int lane, int stages, const Wait& wait_for_stage,
+                                                const Load& load, const EndStage& end_stage) {
+#pragma unroll
+  for (auto& m_tile : sums)
+#pragma unroll
+    for (float& sum : m_tile) sum = 0.f;
+  AFragments even, odd;
+  for (int s = 0; s < stages; ++s) {
+    wait_for_stage(ring);
+    const ptx::u64 b = ptx::swizzled_descriptor<ROW_BYTES>(ring.data(), 16, 8 * ROW_BYTES);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      AFragments& a = step % 2 ? odd : even;
+      load(a, ring.data(), step);
+      ptx::fence_wgmma();
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<TILE_CI>(sums[m], a[m], b + step * (32 / 16));
+      ptx::commit_wgmma();
+      // The step before is multiplied, so its registers are free; after the first step also the stage before is.
+      ptx::wait_wgmma<1>();
+      if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
+    }
+    end_stage();
+    ring.advance();
+  }
+  ptx::wait_wgmma<0>();
+}
+
 /// A block of a cluster keeps the sums, over both splits, of half of the columns.
 using HalfOfSums = float[M_TILES][TILE_CI / 4];
 __device__ __forceinline__ void add_other_split(const float (&sums)[M_TILES][TILE_CI / 2], HalfOfSums& half, u32 shared, int thread, int rank) {
@@ -174,19 +247,20 @@ __device__ __forceinline__ void store(const float (&sums)[M_TILES][COLUMNS / 2],
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grad_weight_im2col_nhwc(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ GradWeightTileSizes sizes) {
+                            float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ Im2colNhwcSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
-  const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
+  const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u, sizes);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     ptx::prefetch_tensor_map(grad_output);
-    init_ring<STAGES>(ring, 1, 4 * WARPGROUPS, [](const Ring& each) { ptx::init_barrier(each.transposed(), TRANSPOSE_WARPS); });
+    ring.init(1, 4 * WARPGROUPS);
+    for (Ring each = ring; each.stage < each.stages; ++each.stage) ptx::init_barrier(each.transposed(), TRANSPOSE_WARPS);
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  const int stages = sizes.tiles_of(place.split);
+  const int stages = sizes.tiles.tiles_of(place.split);
   ptx::let_next_launch_start();
   if (warp < 4) {
     ptx::shrink_registers<PRODUCER_REGISTERS>();
@@ -197,18 +271,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const WarpTile warp_tile(warp - 4);
     float sums[M_TILES][TILE_CI / 2];
     Bias bias(place, warp_tile);
-    const AAddresses addresses(warp_tile, lane);
-    multiply_stages<ROW_BYTES>(
+    const AAddresses addresses(warp_tile, lane, sizes);
+    ExistingPixels existing(sizes.tiles.first_tile(place.split), sizes);
+    multiply_stages(
         ring, sums, lane, stages,
-        [](const Ring& full) {
+        [&](const Ring& full) {
           ptx::wait_for_phase(full.full(), full.parity);
           ptx::wait_for_phase(full.transposed(), full.parity);
         },
         [&](AFragments& fragments, u32 stage, int step) {
-          addresses.load(fragments, stage, step);
+          if (existing.all) {
+            addresses.load(fragments, stage, step);
+          } else {
+            addresses.load_existing(fragments, stage, step, lane, existing.rows, existing.cols, sizes);
+          }
           bias.add(fragments);
         },
-        [](int step) { return step * 32; }, [&] { bias.flush_stage(); });
+        [&] {
+          bias.flush_stage();
+          existing.advance(sizes);
+        });
     bias.store(place, warp_tile, lane, bias_partial);
     if constexpr (CLUSTER == 1) {
       store<TILE_CI>(sums, place, place.ci, warp_tile, lane, gradient);
@@ -217,7 +299,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       HalfOfSums half;
       // All stages are read, so the sums may take their memory.
       ptx::sync_named_barrier<1, CONSUMER_THREADS>();
-      add_other_split(sums, half, ring.base, threadIdx.x - 128, rank);
+      add_other_split(sums, half, ring.stages_begin, threadIdx.x - 128, rank);
       store<TILE_CI / 2>(half, place, place.ci + rank * (TILE_CI / 2), warp_tile, lane, gradient);
     }
   }

@@ -1,13 +1,14 @@
 // Of grad_weight/im2col_nhwc.cu: which entries of the gradient a block computes, and the layout of a stage.
 //
-// A stage is IMAGES x ROWS x COLS = 32 pixels of the input, in boxes of 32 channels, [box][pixel][32 channels], and
-// the pixels of grad_output that they reach, [row of taps][box of columns][32 channels][image][row][column]. Taps
-// whose offsets differ by a multiple of the stride read the same box of columns, shifted; BOX_PER_TAP_COL: each column
-// of taps has its own box.
+// A stage is 32 pixels of the input, in boxes of 32 channels, [box][pixel][32 channels], and
+// the pixels of grad_output that they reach, [row of taps][box of columns][32 channels][image][row][column]. The launch
+// gives how many images, rows and columns they are. Taps whose offsets differ by a multiple of the stride read the same box
+// of columns, shifted; BOX_PER_TAP_COL: each column of taps has its own box.
 #pragma once
 
 #include "common/integers.cuh"
 #include "common/sizes.cuh"
+#include "common/stages.cuh"
 
 using ptx::u32;
 
@@ -17,8 +18,7 @@ constexpr int CI_TILES = ceil_div(CI_GROUP, TILE_CI), CO_TILES = ceil_div(CO_GRO
 constexpr int TAP_TILES_H = ceil_div(KERNEL_H, TAP_ROWS), TAP_TILES_W = ceil_div(KERNEL_W, TAP_COLS);
 constexpr int TAP_TILES = TAP_TILES_H * TAP_TILES_W, TILES = CI_TILES * TAP_TILES * CO_TILES;
 
-constexpr int STAGE_PIXELS = IMAGES * ROWS * COLS, STEPS = STAGE_PIXELS / 8;
-static_assert(STAGE_PIXELS == BOX_CHANNELS);
+constexpr int STAGE_PIXELS = BOX_CHANNELS, STEPS = STAGE_PIXELS / 8;
 
 /// The first of the tile's columns of taps that reads the same box as `column`.
 __device__ constexpr int first_tap_of_box(int column) {
@@ -44,12 +44,15 @@ __device__ constexpr int count_boxes() {
   for (int column = 0; column < TAP_COLS; ++column) boxes += first_tap_of_box(column) == column;
   return boxes;
 }
-constexpr int PITCH = COLS + max_shift(), COLUMN_BOXES = count_boxes();
+constexpr int COLUMN_BOXES = count_boxes();
 constexpr int INPUT_BOXES = TILE_CI / BOX_CHANNELS, INPUT_BOX_BYTES = STAGE_PIXELS * ROW_BYTES, INPUT_BYTES = INPUT_BOXES * INPUT_BOX_BYTES;
-constexpr int COPIED = IMAGES * ROWS * PITCH * ROW_BYTES, OUTPUT_BOX_BYTES = ceil_div(COPIED, 1024) * 1024;
 constexpr int OUTPUT_BOXES = TAP_ROWS * COLUMN_BOXES * CO_BOXES;
-constexpr int STAGE_BYTES = INPUT_BYTES + OUTPUT_BOXES * OUTPUT_BOX_BYTES, STAGE_COPIED = INPUT_BYTES + OUTPUT_BOXES * COPIED;
 static_assert(TILE_CI % BOX_CHANNELS == 0);
+
+/// Columns of a box of grad_output; bytes that it loads, and from one box to the next.
+__device__ __forceinline__ int pitch(const Im2colNhwcSizes& sizes) { return sizes.cols + max_shift(); }
+__device__ __forceinline__ int copied_bytes(const Im2colNhwcSizes& sizes) { return sizes.images * sizes.rows * pitch(sizes) * ROW_BYTES; }
+__device__ __forceinline__ int output_box_bytes(const Im2colNhwcSizes& sizes) { return round_up(copied_bytes(sizes), 1024); }
 
 /// A consumer warp has M_TILES x 16 = 32 channels of one tap.
 constexpr int M_TILES = 2, WARP_TILES = TAP_ROWS * TAP_COLS * CO_BOXES;
@@ -58,15 +61,32 @@ static_assert(WARP_TILES <= WARPGROUPS * 4);
 using AFragments = u32[M_TILES][4];
 constexpr int THREADS = 128 * (WARPGROUPS + 1), TRANSPOSE_WARPS = 2;
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS;
-static_assert(CLUSTER == 1 || (CLUSTER == 2 && STAGES * STAGE_BYTES >= CONSUMER_THREADS * M_TILES * TILE_CI));
+static_assert(CLUSTER == 1 || CLUSTER == 2);
 // Together they are as many as at the start of the block: 168 a thread (of 384 threads) or 128 (of 512).
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 104 : 80, CONSUMER_REGISTERS = WARPGROUPS == 2 ? 200 : 144;
 static_assert(PRODUCER_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS == (WARPGROUPS == 2 ? 168 * 3 : 128 * 4));
 
-struct Ring : StageRing<STAGES, 0, STAGE_BYTES, STAGES * STAGE_BYTES> {
-  using StageRing::StageRing;
+/// The barriers come first, then the stages.
+constexpr int FIXED_BYTES = 1024;
+static_assert(3 * MAX_STAGES * 8 <= FIXED_BYTES);
+struct Ring : LaunchRing<MAX_STAGES> {
+  __device__ __forceinline__ Ring(u32 shared, const Im2colNhwcSizes& sizes)
+      : LaunchRing(shared, shared + FIXED_BYTES, sizes.stages, INPUT_BYTES + OUTPUT_BOXES * output_box_bytes(sizes)) {}
   /// The barrier that completes when the input is transposed.
-  __device__ __forceinline__ u32 transposed() const { return full() + 2 * STAGES * 8; }
+  __device__ __forceinline__ u32 transposed() const { return barriers + (2 * MAX_STAGES + stage) * 8; }
+};
+
+/// A stage's first image, row and column of the input.
+struct StagePlace {
+  int image, row, col;
+
+  __device__ __forceinline__ StagePlace(int stage, const Im2colNhwcSizes& sizes) {
+    const int images = sizes.tiles.image_tiles.quotient(stage), in_image = sizes.tiles.image_tiles.remainder(stage, images);
+    const int rows = sizes.tiles.row_tiles.quotient(in_image);
+    image = images * sizes.images;
+    row = rows * sizes.rows;
+    col = sizes.tiles.row_tiles.remainder(in_image, rows) * sizes.cols;
+  }
 };
 
 /// Which tile and split a block computes. Neighbouring blocks of a cluster compute splits of the same sums.
@@ -92,9 +112,5 @@ struct Place {
 /// and each step has its rows in another order.
 __device__ __forceinline__ constexpr int pixel_of(int step, int half, int t) { return step * 8 + (t + step) % 4 * 2 + half; }
 
-/// Bytes from the beginning of a stage to the first box that a tap reads.
-__device__ constexpr int tap_bytes(int i, int j) {
-  return INPUT_BYTES + (i * COLUMN_BOXES + column_box(j)) * CO_BOXES * OUTPUT_BOX_BYTES;
-}
-/// The row of a box that holds a pixel.
-__device__ __forceinline__ constexpr int row_of(int pixel) { return pixel / COLS * PITCH + pixel % COLS; }
+/// The boxes from the first of grad_output in a stage to the first that a tap reads.
+__device__ constexpr int tap_boxes(int i, int j) { return (i * COLUMN_BOXES + column_box(j)) * CO_BOXES; }

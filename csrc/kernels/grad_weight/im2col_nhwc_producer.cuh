@@ -4,16 +4,17 @@
 
 /// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const GradWeightTileSizes& sizes) {
+                                        const Im2colNhwcSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  const int first = sizes.first_tile(place.split), stages = sizes.tiles_of(place.split);
+  const int first = sizes.tiles.first_tile(place.split), stages = sizes.tiles.tiles_of(place.split);
+  const int copied = INPUT_BYTES + OUTPUT_BOXES * copied_bytes(sizes), box_bytes = output_box_bytes(sizes);
   for (int s = 0; s < stages; ++s) {
-    const auto [image, row, col] = TilePlace<IMAGES, ROWS, COLS>::of(first + s, sizes);
+    const StagePlace at(first + s, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expect_tx(ring.full(), STAGE_COPIED);
+    ptx::arrive_expect_tx(ring.full(), copied);
 #pragma unroll
     for (int box = 0; box < INPUT_BOXES; ++box)
-      ptx::tma_load(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX_CHANNELS, col, row, image, ring.full());
+      ptx::tma_load(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX_CHANNELS, at.col, at.row, at.image, ring.full());
 #pragma unroll
     for (int i = 0; i < TAP_ROWS; ++i)
 #pragma unroll
@@ -21,8 +22,8 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
         if (first_tap_of_box(j) != j) continue;
 #pragma unroll
         for (int c = 0; c < CO_BOXES; ++c)
-          ptx::tma_load(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX_CHANNELS,
-                        col * STRIDE_W + place.col_offset(j), row * STRIDE_H + place.row_offset(i), image, ring.full());
+          ptx::tma_load(ring.data() + INPUT_BYTES + (tap_boxes(i, j) + c) * box_bytes, grad_output, output_channel + c * BOX_CHANNELS,
+                        at.col * STRIDE_W + place.col_offset(j), at.row * STRIDE_H + place.row_offset(i), at.image, ring.full());
       }
     ring.advance();
   }

@@ -146,6 +146,15 @@ def grad_weight_tile_sizes(
     )
 
 
+def im2col_nhwc_sizes(
+    geometry: Geometry, stage: tuple[int, int, int], ring: int, splits: int, through_workspace: bool
+) -> Words:
+    """Returns ``Im2colNhwcSizes``, for the kernel whose stages are ``stage`` images, rows and columns of the input,
+    powers of two. ``ring``: its stages."""
+    tiles = grad_weight_tile_sizes(geometry, stage, splits, 0, through_workspace)
+    return *tiles, *stage, stage[2].bit_length() - 1, ring
+
+
 def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
     """Returns ``Sizes``, for kernels that divide the map into tiles of positions."""
     return tile_count_sizes(problem, tile_counts(problem, tile), tile.splits)

@@ -18,6 +18,8 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 #: Words of 32 bits of one step of k, and of a stage of the weights.
 STEP_WORDS = 8
 BOX_WORDS = 32
+#: Positions of one multiply.
+MULTIPLY_POSITIONS = 64
 #: Columns of the first dimension of the tensor map where a box would have too many columns for one dimension.
 COLUMN_BLOCK = 32
 MAX_INPUT_STAGES = 6
@@ -60,7 +62,7 @@ class Im2colKernel:
     @property
     def positions(self) -> int:
         """Returns how many positions are multiplied; some of them may be outside of the tile."""
-        return 64 * self.multiplies
+        return MULTIPLY_POSITIONS * self.multiplies
 
     @property
     def threads(self) -> int:
@@ -84,9 +86,10 @@ class Im2colShape:
     weight_stages: int = 2
 
     def suits(self, rows: int, cols: int) -> bool:
-        """Returns whether a tile of several images has whole ones, of so many rows and columns: parts of several images
-        share less of what they load."""
-        return self.images == 1 or (self.rows >= rows and self.cols >= cols)
+        """Returns whether a tile of several images has whole ones, of so many rows and columns, the positions of a
+        multiply of each, or parts of single rows: smaller parts of maps share little of what they load."""
+        is_whole = self.rows >= rows and self.cols >= cols
+        return 1 in (self.images, rows) or is_whole or self.rows * self.cols >= MULTIPLY_POSITIONS
 
     @property
     def wide(self) -> bool:

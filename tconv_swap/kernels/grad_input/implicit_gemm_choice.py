@@ -58,6 +58,8 @@ ONE_PIXEL = (128, 1, 1)
 HANDICAP_MMA = 1.6
 #: The same where partial sums are written although there are enough tiles, which took 1.6 to 2.6 times as long.
 HANDICAP_SPLIT = 1.6
+#: How many times as many positions smaller tiles may have that leave no multiprocessors idle.
+MAX_SURPLUS = 2
 #: Input channels of a group above which maps of 4 x 4 come before maps of 8 x 8.
 MANY_CHANNELS = 256
 
@@ -113,10 +115,12 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
         is_split_in_vain = one.tile.splits > 1 and not idle(one)
         return one.multiplied(problem) * (HANDICAP_SPLIT if is_split_in_vain else 1.0)
 
-    best = min([one for one in legal if not one.few] or legal, key=cost)
+    usual = [one for one in legal if not one.few] or legal
+    best = min(usual, key=cost)
     few = [one for one in legal if one.few]
     if few and best.tile.splits == 1 and idle(best):
-        best = next((one for one in few if not idle(one)), few[-1])
+        smaller = [one for one in usual if not idle(one) and cost(one) <= MAX_SURPLUS * cost(best)]
+        best = min(smaller, key=cost) if smaller else next((one for one in few if not idle(one)), few[-1])
     adapted = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
     found = [(adapted, _for_size(best.tile, problem, device))]
     if count > 1:

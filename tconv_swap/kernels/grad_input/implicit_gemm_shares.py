@@ -36,8 +36,8 @@ def share_of_im2col(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels im2col has."""
     if layer.one_pixel or layer.item == 2:
         return MAX_IM2COL
-    # implicit_gemm loads maps of one row slowly, so it has only the kernel for sizes that im2col does not compute.
-    return MAX_KERNELS - 1 - _of_one_pixel(layer, device) if layer.one_row else MAX_TMA
+    # In TF32 implicit_gemm has only the kernel for sizes that im2col does not compute.
+    return MAX_KERNELS - 1 - _of_one_pixel(layer, device)
 
 
 def share_of_implicit_gemm(layer: StridedProblem, device: Device, of_im2col: int) -> int:

@@ -12,10 +12,12 @@ from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.hardware import MAX_STEP
 from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.ranked import Ranked, made
-from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
+from tconv_swap.kernels.common.sizes import Words, im2col_nhwc_sizes
 from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX_CHANNELS,
+    FIXED_BYTES,
+    MAX_STAGES,
     Tile,
     candidates,
     expected_clocks,
@@ -24,7 +26,7 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
@@ -122,16 +124,13 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
                 "grad_weight_im2col_nhwc",
                 (
                     *g.layer_constants,
-                    ("IMAGES", tile.pixels.images),
-                    ("ROWS", tile.pixels.rows),
-                    ("COLS", tile.pixels.cols),
                     ("TAP_ROWS", tile.taps[0]),
                     ("TAP_COLS", tile.taps[1]),
                     ("CO_BOXES", tile.co_boxes),
                     ("BOX_PER_TAP_COL", tile.box_per_tap_col),
                     ("WARPGROUPS", tile.warpgroups),
                     ("TILE_CI", tile.cols),
-                    ("STAGES", ring),
+                    ("MAX_STAGES", MAX_STAGES),
                     ("CLUSTER", tile.cluster),
                     ("WITH_BIAS", with_bias),
                 ),
@@ -147,9 +146,9 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
                 workspace(bias_at),
                 struct(0),
             ),
-            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
+            shared_bytes=ring * tile.stage_bytes(g) + FIXED_BYTES,
             tensor_maps=_tensor_maps(g, tile, with_bias),
-            structs=(_sizes(g, tile),),
+            structs=(_sizes(g, tile, ring),),
         )
     ]
     if not direct:
@@ -163,12 +162,12 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     )
 
 
-def _sizes(geometry: Geometry, tile: Tile) -> Words:
+def _sizes(geometry: Geometry, tile: Tile, ring: int) -> Words:
     """Returns the kernel's size arguments; contiguous rows of all images count as one image."""
     g, p = geometry, tile.pixels
     if rows_are_contiguous(g):
         g = replace(g, batch=1, height=g.batch * g.height)
-    return grad_weight_tile_sizes(g, (p.images, p.rows, p.cols), tile.splits, 0, tile.copies > 1)
+    return im2col_nhwc_sizes(g, (p.images, p.rows, p.cols), ring, tile.splits, tile.copies > 1)
 
 
 def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:

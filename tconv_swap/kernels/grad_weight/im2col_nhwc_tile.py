@@ -1,4 +1,5 @@
-"""What a block of csrc/kernels/grad_weight/im2col_nhwc.cu computes, and the expected time of a tile."""
+"""What a block of csrc/kernels/grad_weight/im2col_nhwc.cu computes, and the expected time of a tile. The pixels of a
+tile's stages and its splits are given by a launch, everything else is compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from math import prod
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_BOX, SHARED_BYTES_PER_CLOCK
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
-    EXTRA_BYTES,
     L2_RATE,
     MAX_STAGES_PER_SUM,
     PARTIAL_LIMIT_BYTES,
@@ -26,6 +26,8 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 BOX_CHANNELS = 32
 #: Stages of the ring.
 MIN_STAGES, MAX_STAGES = 3, 8
+#: Bytes of shared memory beside the stages: barriers, and the alignment of the stages.
+FIXED_BYTES = 1024 + 1024
 #: Warpgroups that multiply, each 128 rows, and input channels, as registers allow.
 _SHAPES = ((2, 128), (2, 96), (2, 64), (3, 96), (3, 64))
 #: Clocks of a stage beside its multiplies, of the exchange of sums between two
@@ -108,7 +110,7 @@ class Tile:
 
     def ring(self, geometry: Geometry, device: Device) -> int:
         """Returns how many stages the ring has."""
-        room = device.shared_memory_per_block - EXTRA_BYTES
+        room = device.shared_memory_per_block - FIXED_BYTES
         return min(MAX_STAGES, room // self.stage_bytes(geometry))
 
     def __str__(self) -> str:
@@ -135,44 +137,25 @@ def rows_are_contiguous(geometry: Geometry) -> bool:
     return g.padding[0] == 0 and g.out_height == g.stride[0] * g.height and reach <= g.stride[0]
 
 
+def every_pixels() -> Iterator[Pixels]:
+    """Yields the pixels that a stage may have; of those that cover a map equally well the first are the best."""
+    sides = [1 << bits for bits in range(STAGE_PIXELS.bit_length())]
+    for cols, rows in itertools.product(reversed(sides), reversed(sides)):
+        if cols * rows <= STAGE_PIXELS:
+            yield Pixels(STAGE_PIXELS // (cols * rows), rows, cols)
+
+
+def covers(geometry: Geometry, pixels: Pixels) -> bool:
+    """Returns whether stages of these pixels may cover the images: rows that are contiguous are those of one image."""
+    return pixels.images == 1 or not rows_are_contiguous(geometry)
+
+
 def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
-    """Yields, for each number of columns, the stages that cover the images with the fewest stages.
-    A stage may reach beyond an image's edge only where grad_output ends too. Otherwise grad_output might be infinite
-    there, and its product with the zeros beyond the input would be NaN.
-    """
-    g = geometry
-    nothing_below, nothing_right = _nothing_beyond(g)
-    contiguous = rows_are_contiguous(g)
-    height = g.height * (g.batch if contiguous else 1)
-    for cols in (32, 16, 8, 4, 2, 1):
-        if cols >= 2 * g.width or not (nothing_right or g.width % cols == 0):
-            continue
-        stages = [
-            Pixels(STAGE_PIXELS // (rows * cols), rows, cols)
-            for rows in (32, 16, 8, 4, 2, 1)
-            if rows * cols <= STAGE_PIXELS and rows < 2 * height and (nothing_below or g.height % rows == 0)
-        ]
-        stages = [one for one in stages if one.images == 1 or not (contiguous or one.images >= 2 * g.batch)]
+    """Yields, for each number of columns, the stages that cover the images with the fewest stages."""
+    for _, alike in itertools.groupby(every_pixels(), key=lambda one: one.cols):
+        stages = [one for one in alike if covers(geometry, one)]
         if stages:
-            yield min(stages, key=lambda one: stages_of(g, one))
-
-
-def _nothing_beyond(geometry: Geometry) -> tuple[bool, bool]:
-    """Returns whether grad_output ends, below and on the right, where the input does."""
-    g = geometry
-    return (
-        g.stride[0] * g.height - g.padding[0] >= g.out_height,
-        g.stride[1] * g.width - g.padding[1] >= g.out_width,
-    )
-
-
-def tiles_images(geometry: Geometry, pixels: Pixels) -> bool:
-    """Returns whether stages of these pixels may cover the images."""
-    g = geometry
-    nothing_below, nothing_right = _nothing_beyond(g)
-    if not ((nothing_below or g.height % pixels.rows == 0) and (nothing_right or g.width % pixels.cols == 0)):
-        return False
-    return pixels.images == 1 or not rows_are_contiguous(g)
+            yield min(stages, key=lambda one: stages_of(geometry, one))
 
 
 def stages_of(geometry: Geometry, pixels: Pixels) -> int:

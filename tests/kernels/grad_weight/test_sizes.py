@@ -177,8 +177,10 @@ class PixelSizes:
     def __init__(self, words: tuple[int, ...]) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
         self.splits, self.split_tiles, self.longer_splits, self.flush, self.through_workspace = words[5:10]
-        self.image_tiles, self.row_tiles = words[10:13], words[13:]
-        assert len(words) == 16
+        self.image_tiles, self.row_tiles = words[10:13], words[13:16]
+        #: Of ``Im2colNhwcSizes``: images, rows and columns of a stage.
+        self.stage = words[16:19]
+        assert len(words) in (16, 21)
 
     def first_tile(self, split: int) -> int:
         return split * self.split_tiles + min(split, self.longer_splits)
@@ -205,21 +207,16 @@ def random_part(rng: random.Random, limit: int = 30) -> tuple[plan.Problem, Laun
 def test_every_pixel_is_in_one_tile_of_one_split(seed: int) -> None:
     problem, main, _ = random_part(random.Random(seed))
     g, sizes, constants = problem.geometry, PixelSizes(main.structs[0]), dict(main.kernel.constants)
-    if "IMAGES" in constants:  # im2col_nhwc
-        names = ("IMAGES", "ROWS", "COLS")
+    if sizes.stage:  # im2col_nhwc
+        images, rows, cols = sizes.stage
+        assert main.structs[0][19] == cols.bit_length() - 1
+        assert images * rows * cols == 32
         if sizes.batch < g.batch:  # as rows of one image
             g = replace(g, batch=1, height=g.batch * g.height)
-        # Tiles reach beyond the edge only where grad_output ends too.
-        tiles_height = sizes.height % int(constants["ROWS"]) == 0
-        assert (
-            tiles_height
-            or g.stride[0] * problem.geometry.height >= g.padding[0] + problem.geometry.out_height
-        )
     else:
-        names = ("TILE_N", "TILE_H", "TILE_W")
+        images, rows, cols = (int(constants[name]) for name in ("TILE_N", "TILE_H", "TILE_W"))
         assert (sizes.out_height, sizes.out_width) == (g.out_height, g.out_width)
     assert (sizes.batch, sizes.height, sizes.width) == (g.batch, g.height, g.width)
-    images, rows, cols = (int(constants[name]) for name in names)
     assert main.grid % sizes.splits == 0
     tiles = []
     for split in range(sizes.splits):
@@ -241,8 +238,8 @@ def test_every_pixel_is_in_one_tile_of_one_split(seed: int) -> None:
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     """What a kernel takes for granted holds of the size: multiples of what one copy moves, room for the sums."""
     rng = random.Random(1000 + seed)
-    constants: dict[str, object] = {"IMAGES": 1}
-    while "IMAGES" in constants:  # im2col_nhwc has other names
+    constants: dict[str, object] = {}
+    while "TILE_N" not in constants:  # im2col_nhwc has other names
         problem, main, reducing_launches = random_part(rng, 200)
         constants = dict(main.kernel.constants)
     g, sizes = problem.geometry, PixelSizes(main.structs[0])
