@@ -154,8 +154,9 @@ def best_tiles(
     unsized = Im2colTile(kernel, counted[0][-1], 2 if kernel.partial else 1)
     for tile in for_size(unsized, problem, may_split):
         count = step_count(problem, kernel, tile.splits)
-        time, i = min(
-            (-(-work * tile.splits // device.multiprocessors) * (count * step + beside), i)
+        # Of equals, those with the fewest tiles load least.
+        time, _, i = min(
+            (-(-work * tile.splits // device.multiprocessors) * (count * step + beside), work, i)
             for i, (work, step, beside, _) in enumerate(counted)
         )
         yield time + reduce_clocks(problem, tile.splits), replace(tile, shape=counted[i][-1])
