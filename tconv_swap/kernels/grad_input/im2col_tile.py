@@ -34,8 +34,8 @@ PRODUCER_THREADS = 128
 MAX_OFFSETS = 36
 #: The same beside the accumulators of 256 channels: with more the compiler spills.
 MAX_OFFSETS_256 = 20
-#: Columns of a shape: powers of two, the usual ones first, and for maps of several rows those of usual maps between
-#: them. Seven eighths of the positions that are multiplied are of the tile, or more.
+#: Columns of a shape: powers of two, the usual ones first, and for maps of several rows whose taps overlap those of
+#: usual maps between them. Seven eighths of the positions that are multiplied are of the tile, or more.
 COLUMNS, MAP_COLUMNS = (64, 32, 128, 16, 256, 8, 4), (20, 24, 28, 40, 48, 56)
 #: Warpgroups, multiplies of 64 positions of each, and channels of the kernels: 128 accumulators a thread, or 64.
 BLOCKS = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
@@ -283,18 +283,19 @@ def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
 
 def shapes(problem: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Im2colShape]:
     """Yields the shapes that a kernel may get, with the narrowest boxes."""
-    # The order decides between equal shapes: image patches, then those with long rows and few images come first.
-    if problem.geometry.kernel == problem.step:
-        # Whole rows of maps of image patches (vision transformers). For maps of fewer columns tiles of 16 columns are
-        # as fast (measured).
-        cols = PATCHES[2]
-        yield from _shape(problem, kernel, (1, kernel.positions // cols, cols), device)
-    for cols in COLUMNS if problem.one_row else (*COLUMNS, *MAP_COLUMNS):
+    # The order decides between equal shapes: those with long rows and few images come first.
+    has_halo = problem.geometry.kernel != problem.step
+    for cols in (*COLUMNS, *MAP_COLUMNS) if has_halo and not problem.one_row else COLUMNS:
         lines = kernel.positions // cols
         for rows in range(lines, 0, -1):
             images = lines // rows
             if (images > 1 or rows == lines) and 8 * images * rows >= 7 * lines:
                 yield from _shape(problem, kernel, (images, rows, cols), device)
+    if not has_halo:
+        # Whole rows of maps of image patches (vision transformers). For maps of fewer columns tiles of 16 columns are
+        # as fast (measured).
+        cols = PATCHES[2]
+        yield from _shape(problem, kernel, (1, kernel.positions // cols, cols), device)
 
 
 def _shape(

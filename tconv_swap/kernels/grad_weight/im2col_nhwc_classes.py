@@ -28,7 +28,6 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
     select,
     share_of,
     sizes_of,
-    stride1_may_win,
     weight_of,
 )
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import STAGE_PIXELS, weight_bytes
@@ -36,7 +35,7 @@ from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 
 #: Kernels of a layer; of each representative size, how many tiles are compared.
-MAX_SCHEDULES, MAX_PER_SIZE = 3, 6
+MAX_SCHEDULES, MAX_PER_SIZE = 2, 6
 #: Stands for the pixels of a kernel, which has any.
 _ANY = Pixels(1, 1, STAGE_PIXELS)
 #: The cost of a size that the kernels of grad_weight/implicit_gemm.py compute instead: the logarithm of 2.8, as
@@ -101,7 +100,7 @@ def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
         [best[0] if (best := one.best(geometry, device)) else math.inf for geometry in maps] for one in found
     ]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    limit = share_of(layer, MAX_SCHEDULES - stride1_may_win(layer.geometry))
+    limit = share_of(layer, MAX_SCHEDULES)
     return tuple(found[index] for index in select(clocks, weights, limit, UNCOVERED))
 
 

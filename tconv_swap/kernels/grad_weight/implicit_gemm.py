@@ -143,7 +143,7 @@ def max_schedules(problem: Problem, device: Device) -> int:
     if grad_weight_tma.supports(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
         return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
     if nhwc := _nhwc_schedules(problem):
-        return MAX_SCHEDULES - nhwc
+        return MAX_SCHEDULES - nhwc - _stride1_schedules(problem, device)
     im2col_nchw, pixel_rows = _nchw_schedules(problem, device)
     gemm = 1 if im2col_nchw and _is_wide(problem) and is_a_product(g) else 0
     return MAX_SCHEDULES - max(im2col_nchw + pixel_rows + gemm, _stride1_schedules(problem, device))
