@@ -278,6 +278,37 @@ def test_the_planner_takes_the_family_where_it_is_faster(
     assert ampere.family != grad_input_im2col.FAMILY
 
 
+def test_tiles_of_several_images_have_whole_ones_or_the_positions_of_a_multiply_of_each() -> None:
+    small, large = Im2colShape(8, 4, 4, 12), Im2colShape(2, 8, 8, 20)
+    assert small.suits(4, 4)
+    assert not small.suits(20, 20)
+    assert large.suits(20, 20)
+    assert Im2colShape(1, 4, 4, 12).suits(20, 20)
+    assert Im2colShape(16, 1, 16, 160).suits(1, 184)
+
+
+def test_small_tiles_of_wgmma_come_before_those_of_mma_where_large_ones_are_few() -> None:
+    """In 16 bits tiles of 16 x 16 positions leave half of the multiprocessors idle here."""
+    for batch, side in ((83, 14), (16, 32)):
+        geometry = Geometry(batch, 128, side, side, 64, (4, 4), (2, 2), (1, 1))
+        made = plan.plan_backward(
+            plan.Problem(geometry, torch.float16, "ieee", False, False), (True, False, False), H200
+        )
+        assert "grad_input_implicit_gemm_wgmma" in [one.kernel.entry for one in made.launches]
+
+
+def test_sides_between_powers_of_two_have_shapes_of_their_own() -> None:
+    """Whose tiles multiply at most a third more positions than the map has."""
+    for side, batch in ((20, 40), (24, 28), (28, 20), (40, 10), (48, 7), (56, 5)):
+        geometry = Geometry(batch, 256, side, side, 256, (4, 4), (2, 2), (1, 1))
+        problem = as_convolution(plan.Problem(geometry, torch.float32, "tf32", False, False))
+        (tile,) = grad_input_im2col_choice.choose(problem, H200)
+        work = grad_input_im2col_tile.work_count(problem, tile) // tile.splits
+        multiplied = work * tile.kernel.positions
+        positions = batch * side * side * grad_input_im2col_tile.blocks(problem, tile.kernel)
+        assert multiplied <= 4 / 3 * positions, side
+
+
 def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
     posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
     kernel = next(one for one in grad_input_im2col_tile.kernels(posed, H200) if one.partial)
