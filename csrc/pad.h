@@ -1,6 +1,6 @@
 // Reflection padding as one op that an eager nn.ReflectionPad2d of ours calls on CUDA. blocks/padding.py has its schema and
 // plans calls that are not in the cache. The op launches the plan and adds one autograd node where a derivative is wanted.
-// Where something else has to see the call (is_plain in plain.h), or the kernel does not claim it, it returns None: PyTorch's
+// Where something else has to see the call (is_plain in plain.h), or the kernel does not support it, it returns None: PyTorch's
 // module then computes the call.
 #pragma once
 

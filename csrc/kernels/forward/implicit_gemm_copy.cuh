@@ -4,7 +4,7 @@
 
 using ptx::u32;
 
-/// Bytes from one channel of an image to the next; `claims` of the planner ensures that they fit 32 bits.
+/// Bytes from one channel of an image to the next; `supports` of the planner ensures that they fit 32 bits.
 __device__ __forceinline__ int channel_bytes(const Sizes& sizes) { return INPUT_CHANNELS_LAST ? ITEM : sizes.pixels() * ITEM; }
 constexpr int CHUNK_INPUT_CHANNELS = CHUNK_WORDS * CHANNELS_PER_WORD;
 constexpr bool RAGGED_K = CI_GROUP % (CHUNK_WORDS * CHANNELS_PER_WORD) != 0;

@@ -52,7 +52,7 @@ MIN_IN_CHANNELS = 16
 def supports(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: a layout that the copy engine can load, and offsets of 32 bits."""
     geometry = problem.geometry
-    if not _claims_layer(problem, device) or geometry.batch == 0:
+    if not _supports_layer(problem, device) or geometry.batch == 0:
         return False
     if not problem.channels_last and geometry.width * problem.dtype.itemsize % 16:
         return False
@@ -61,7 +61,7 @@ def supports(problem: Problem, device: Device) -> bool:
     return max(image, tiles, MAX_ROW_TILES * geometry.out_height) < INT32_LIMIT // 2
 
 
-def _claims_layer(problem: Problem, device: Device) -> bool:
+def _supports_layer(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes some sizes of the layer."""
     geometry = problem.geometry
     if problem.dtype not in PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
@@ -75,7 +75,7 @@ def _claims_layer(problem: Problem, device: Device) -> bool:
 
 def supports_some_size(problem: Problem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for some sizes of the layer."""
-    return _claims_layer(problem, device) and _pays_for_long_rows(problem)
+    return _supports_layer(problem, device) and _pays_for_long_rows(problem)
 
 
 def pays(problem: Problem) -> bool:

@@ -64,13 +64,13 @@ def supports(problem: Problem, device: Device) -> bool:
     geometry = problem.geometry
     if (geometry.height, geometry.width) != (1, 1) or geometry.batch == 0:
         return False
-    return _claims_layer(problem, device)
+    return _supports_layer(problem, device)
 
 
 def supports_some_size(problem: Problem, device: Device) -> bool:
     """Whether ``plan_forward`` makes plans for some sizes of the layer, all with one kernel. Where stride = kernel, the
     implicit GEMM's kernels for other maps compute maps of one pixel, too."""
-    return has_stride_of_one_pixel(problem.geometry) and _claims_layer(problem, device)
+    return has_stride_of_one_pixel(problem.geometry) and _supports_layer(problem, device)
 
 
 def computes_every_batch(problem: Problem, device: Device) -> bool:
@@ -94,7 +94,7 @@ def computes_every_batch(problem: Problem, device: Device) -> bool:
     )
 
 
-def _claims_layer(problem: Problem, device: Device) -> bool:
+def _supports_layer(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the layer's maps of one pixel."""
     geometry, item = replace(problem.geometry, height=1, width=1), problem.dtype.itemsize
     if problem.dtype not in PRECISIONS or device.compute_capability < 80 or geometry.groups != 1:

@@ -49,11 +49,11 @@ def supports(geometry: Geometry, dtype: torch.dtype) -> bool:
     it."""
     if dtype not in DTYPES or geometry.batch == 0:
         return False
-    return _claims_layer(of_any_size(geometry))
+    return _supports_layer(of_any_size(geometry))
 
 
 @lru_cache(maxsize=1024)
-def _claims_layer(layer: Geometry) -> bool:
+def _supports_layer(layer: Geometry) -> bool:
     """Whether the kernel is a candidate for all sizes of a layer."""
     if min(layer.in_channels_per_group, layer.out_channels_per_group) <= NARROW_CHANNELS:
         return True

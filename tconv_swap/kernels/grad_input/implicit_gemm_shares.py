@@ -13,8 +13,8 @@ from tconv_swap.kernels.problem import Device
 
 #: The most kernels that compute one stage of a layer, in one dtype and layout, over all sizes.
 MAX_KERNELS = 4
-#: The most kernels that compute NCHW beside implicit_gemm: implicit_gemm_tma from a copy in channels_last, or im2col;
-#: and the most of im2col in 16 bits, of which it loads fewer rows.
+#: The most kernels that compute NCHW from a copy in channels_last, by implicit_gemm_tma, and the most of im2col in 16
+#: bits, of which it loads fewer rows.
 MAX_TMA, MAX_IM2COL = 2, 1
 #: The copy engine loads multiples of so many channels of 16 bits.
 TMA_CHANNELS = 8

@@ -97,7 +97,7 @@ def plan_forward(
         momentum: of the update; None: the average of all batches, which num_batches_tracked has counted
             already.
     """
-    if not _is_claimed(norm):
+    if not _is_supported(norm):
         return None
     tiling = Tiling.of(norm)
     outputs = [Output(norm.shape, norm.channels_last)]
@@ -142,7 +142,7 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
         trains: the forward pass normalised by the batch's statistics.
         wants: the gradient of the tensor, those of weight and bias.
     """
-    if not _is_claimed(norm):
+    if not _is_supported(norm):
         return None
     tiling = Tiling.of(norm)
     wants_input, wants_parameters = wants
@@ -188,7 +188,7 @@ def _without_overlap(launch: Launch) -> Launch:
     return replace(launch, overlaps_previous=False)
 
 
-def _is_claimed(norm: Norm) -> bool:
+def _is_supported(norm: Norm) -> bool:
     """Returns whether the kernels compute this normalisation."""
     return (
         norm.dtype in DTYPES

@@ -63,16 +63,16 @@ def plan_forward(pad: Pad, device: Device) -> Plan | None:
     """Returns the plan that pads an image, or None where the kernel does not support it: no elements, padding that is
     negative or not less than the size, too many elements. Input: the image. Output: the padded image, of the same
     layout."""
-    return _planned(pad, "forward", pad.padded_shape, device) if _is_claimed(pad) else None
+    return _planned(pad, "forward", pad.padded_shape, device) if _is_supported(pad) else None
 
 
 def plan_backward(pad: Pad, device: Device) -> Plan | None:
     """Returns the plan of the gradient of a padding, or None as ``plan_forward``. Input: the gradient of the padded
     image, which lies as the image does. Output: the gradient of the image."""
-    return _planned(pad, "backward", pad.shape, device) if _is_claimed(pad) else None
+    return _planned(pad, "backward", pad.shape, device) if _is_supported(pad) else None
 
 
-def _is_claimed(pad: Pad) -> bool:
+def _is_supported(pad: Pad) -> bool:
     if pad.dtype not in DTYPES or len(pad.shape) not in (3, 4) or len(pad.padding) != 4:
         return False
     height, width = pad.shape[-2:]

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from grad_input_cases import words_by_name
 from grad_weight_cases import (
     H200,
     SMALL_MAP,
@@ -25,6 +27,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     COLUMN_LIMIT,
     MAX_MULTIPLIES,
     MAX_STEPS,
+    STEP_PIXELS,
     expected_clocks,
     stages_of,
 )
@@ -111,6 +114,47 @@ def test_boxes_begin_at_multiples_of_16_bytes_and_stages_cover_every_pixel_once(
                     for col in range(x * stage.cols, min(g.width, (x + 1) * stage.cols)):
                         counted[row][col] += 1
         assert counted == [[1] * g.width for _ in range(g.height)]
+
+
+@pytest.mark.parametrize("geometry", [*NARROW, *STRIDED[-2:]], ids=str)
+def test_each_pixel_reads_the_columns_of_its_taps_from_the_boxes(geometry: Geometry) -> None:
+    """The kernel's arithmetic (pixel_entry, ExistingPixels and the producer of im2col_nchw*.cuh), emulated."""
+    g, posed = geometry, tf32_problem(geometry)
+    for tile in {one.stage: one for one in im2col_nchw.tiles_for(posed, H200, with_bias=False)}.values():
+        main = product_of(im2col_nchw.lower(posed, tile, H200, with_bias=False))
+        constants = {name: int(value) for name, value in main.kernel.constants}
+        sizes = words_by_name("Im2colNchwSizes", main.structs[0])
+        box_cols, run_steps, rows, cols = (
+            *(constants["OUT_BOX_COLS"], sizes["run_steps_value"]),
+            *(sizes["rows"], sizes["cols"]),
+        )
+        assert sizes["steps"] == sizes["images"] * run_steps <= constants["MAX_STEPS"]
+        cut, in_stage = cols < g.width, rows * cols
+        seen = [[0] * g.width for _ in range(g.height)]
+        for down, across in product(range(sizes["down"]), range(sizes["across"])):
+            left = (g.width if cut else g.height * cols) - (across if cut else down) * in_stage
+            first_col = across * cols * g.stride[1] - sizes["left_halo"]
+            for pixel in range(run_steps * STEP_PIXELS):
+                assert pixel < sizes["run_boxes"] * BOX_PIXELS
+                line, col = divmod(pixel, cols)
+                memory = down * rows * sizes["pitch"] + across * cols + pixel
+                row, in_row = divmod(memory, sizes["pitch"])
+                for kw in range(g.kernel[1]):
+                    x = sizes["left_halo"] + col * g.stride[1] + kw * g.dilation[1] - g.padding[1]
+                    end = sizes["out_boxes"] * box_cols if cut else sizes["out_width"]
+                    read = pixel < left and line < rows and col < g.width and 0 <= x < end
+                    wanted = in_row * g.stride[1] + kw * g.dilation[1] - g.padding[1]
+                    exists = line < rows and row < g.height and in_row < g.width
+                    exists &= not cut or in_row == across * cols + pixel
+                    if read:
+                        assert exists
+                        assert first_col + x == wanted
+                        assert x // box_cols < sizes["out_boxes"]
+                    else:
+                        assert not exists or not 0 <= wanted < g.out_width
+                if pixel < left and line < rows and col < g.width:
+                    seen[row][in_row] += 1
+        assert seen == [[1] * g.width for _ in range(g.height)]
 
 
 @pytest.mark.parametrize("layer", [WIDE, UNET, SMALL_MAP], ids=str)
