@@ -24,7 +24,7 @@ MIN_STAGES, MAX_STAGES = 2, 8
 _BARRIER_BYTES, _STAGE_ALIGNMENT = 192, 1024
 #: Multiplies, of 8 pixels each, into the same sums: the tensor cores truncate their sums.
 MAX_MULTIPLIES = 1024
-#: Columns of grad_output that a stage's pixels may span: the bits that the kernel packs them into.
+#: Columns of grad_output that a stage's pixels may span; stages of more were not measured.
 COLUMN_LIMIT = 512
 #: Floats that boxes begin at multiples of.
 ALIGNMENT = TMA_ALIGNMENT // 4

@@ -35,13 +35,14 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, 
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Launch, Part
 
-#: Maps whose rows are no multiple of 16 bytes, of one column, and with rows that no stage holds.
+#: Maps whose rows are no multiple of 16 bytes, of one column, with rows that no stage holds, and of a large stride.
 NARROW = (
     Geometry(3, 64, 7, 7, 64, (4, 4), (2, 2), (1, 1)),
     Geometry(3, 64, 5, 1, 64, (4, 4), (2, 2), (1, 1)),
     Geometry(3, 64, 3, 67, 64, (4, 4), (2, 2), (1, 1)),
     Geometry(2, 64, 2, 50, 64, (3, 20), (2, 10), (1, 5)),
     Geometry(2, 64, 19, 9, 64, (3, 3), (9, 2)),
+    Geometry(2, 64, 2, 64, 64, (1, 12), (1, 12)),
 )
 
 
