@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
+from tconv_swap.kernels.grad_input.im2col_clocks import stage_clocks
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
-from tconv_swap.kernels.grad_input.tma_gemm import grad_input_elements
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, round_up
 from tconv_swap.runtime.program import (
@@ -34,8 +35,6 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "im2col"
-#: The fewest multiply-adds for each element of grad_output at which copying grad_output to padded rows pays (measured).
-MIN_MACS_PER_PADDED = 768
 
 
 def supports(problem: StridedProblem, device: Device) -> bool:
@@ -56,27 +55,26 @@ def aligned(problem: StridedProblem) -> bool:
     return problem.geometry.width * problem.item % TMA_ALIGNMENT == 0
 
 
-def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    geometry = problem.geometry
+def ranked(problem: StridedProblem, device: Device, count: int) -> list[Ranked]:
+    """Returns at most ``count`` parts with their expected clocks, the one that is expected to be the fastest first."""
     if not supports(problem, device):
         return []
     if not grad_input_im2col_choice.kernel_count(of_any_size(problem), device):
         return []
-    grad_output_elements = geometry.batch * geometry.in_channels * geometry.height * geometry.width
-    if (
-        not aligned(problem)
-        and grad_input_im2col_tile.macs(problem) < MIN_MACS_PER_PADDED * grad_output_elements
-    ):
-        return []
-    tiles = grad_input_im2col_choice.choose(problem, device, count)
-    return [lower(problem, tile, device.multiprocessors) for tile in tiles]
+    padded_bytes = 0 if aligned(problem) else _padded_bytes(problem)
+    return [
+        Ranked(
+            stage_clocks(problem, of_tiles, padded_bytes),
+            partial(lower, problem, tile, device.multiprocessors),
+        )
+        for of_tiles, tile in grad_input_im2col_choice.choose(problem, device, count)
+    ]
 
 
 def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
     work_tiles = grad_input_im2col_tile.work_count(problem, tile)
-    count = grad_input_elements(problem)
+    count = problem.grad_input_elements
     split = tile.splits > 1
     partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
     grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)

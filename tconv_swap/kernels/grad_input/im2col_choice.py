@@ -27,7 +27,6 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
     Im2colShape,
     Im2colTile,
     blocks,
-    halves,
     is_aligned,
     kernels,
     macs,
@@ -49,17 +48,11 @@ from tconv_swap.runtime.disk_cache import disk_cache
 
 #: The fewest channels of a group, on either side. The kernel was not measured with fewer.
 MIN_CHANNELS = 32
-#: The largest expected time of a problem, relative to that of its multiplies, by the bytes of an element. Above it,
-#: grad_input/implicit_gemm_wgmma.cu was as fast (measured).
-MAX_CLOCKS_PER_MULTIPLY = {4: 8.0, 2: 4.4}
-#: The same for grad_input/implicit_gemm_wgmma.cu, which computes the sizes for which a layer has no tile (measured).
-FALLBACK_CLOCKS_PER_MULTIPLY = {4: 8.0, 2: 5.8}
+#: The time of the other families, relative to that of the multiplies, by the bytes of an element: kernels are selected
+#: beside it (measured).
+OTHERS_PER_MULTIPLY = {4: 8.0, 2: 5.8}
 #: Batch, rows and columns of the first map of a vocoder in training, a segment of 8,192 samples.
 SEGMENTS = (16, 1, 32)
-#: Loading words in halves is faster where an element is the sum of at least so many products, or where grad_input has
-#: at least so many elements for each multiprocessor (the problems that were slower had fewer of both).
-HALVES_SUMMED = 2048
-HALVES_ELEMENTS = 3 * 128 * 128
 #: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides
 #: of which none is more than twice as long, or one row of so many columns, with each batch, of at most so many
 #: positions. The conflicts of the banks are computed for the NEAR best of each.
@@ -100,13 +93,14 @@ def kernel_count(layer: StridedProblem, device: Device) -> int:
     if channels < MIN_CHANNELS or not supports_some_size(layer, device):
         return 0
     found = schedules(layer, device)
-    return len(found) if any(_ranked(found, size, device) for size in _sizes_of(layer)[0]) else 0
+    sizes, _ = _sizes_of(layer)
+    pays = any(_best_clocks(one, size, device) <= _others(size, device) for one in found for size in sizes)
+    return len(found) if pays else 0
 
 
-def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Im2colTile]:
-    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first: of the layer's kernels,
-    and, if there are too few, of all kernels. Tiles are left out that are expected to load or store most of the
-    time."""
+def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tuple[float, Im2colTile]]:
+    """Returns at most ``count`` tiles for this size and their expected clocks, the one expected to be the fastest
+    first: of the layer's kernels, and, if there are too few, of all kernels."""
     layer = of_any_size(problem)
     found = _ranked(schedules(layer, device), problem, device)
     if len(found) < count and count > 1:
@@ -116,20 +110,17 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Im2c
             for timed in _plain(layer, kernel, device)
         )
         found += _ranked(every, problem, device)
-    return list(dict.fromkeys(found))[:count]
+    first: dict[Im2colTile, float] = {}
+    for time, tile in found:
+        first.setdefault(tile, time)
+    return [(time, tile) for tile, time in first.items()][:count]
 
 
-def _ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Im2colTile]:
-    if halves(problem) and not _halves_pay(problem, device.multiprocessors):
-        return []
-    limit = _max_clocks(problem, device)
-    timed = [
-        (time, i, tile)
-        for i, one in enumerate(among)
-        for time, tile in best_tiles(one, problem, device)
-        if time <= limit
-    ]
-    return [tile for _, _, tile in sorted(timed, key=lambda entry: entry[:2])]
+def _ranked(
+    among: Iterable[Schedule], problem: StridedProblem, device: Device
+) -> list[tuple[float, Im2colTile]]:
+    timed = [entry for one in among for entry in best_tiles(one, problem, device)]
+    return sorted(timed, key=lambda entry: entry[0])
 
 
 def best_tiles(
@@ -160,13 +151,6 @@ def best_tiles(
             for i, (work, step, beside, _) in enumerate(counted)
         )
         yield time + reduce_clocks(problem, tile.splits), replace(tile, shape=counted[i][-1])
-
-
-def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
-    geometry, (rows, cols) = problem.geometry, problem.positions
-    elements = geometry.batch * rows * cols * geometry.out_channels
-    summed = geometry.in_channels_per_group * geometry.taps
-    return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
 
 
 @disk_cache
@@ -276,20 +260,18 @@ def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]
 
 
 def _expected_clocks(schedule: Schedule, problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks with the best shape and number of splits, or those of
-    grad_input/implicit_gemm_wgmma.cu for a size that it computes."""
-    best = min((time for time, _ in best_tiles(schedule, problem, device)), default=math.inf)
-    fallback = FALLBACK_CLOCKS_PER_MULTIPLY[problem.item] * _multiply_clocks(problem, device)
-    return MIN_CLOCKS + (best if best <= _max_clocks(problem, device) else fallback)
+    """Returns the expected clocks of a size, for which another family may be faster."""
+    return MIN_CLOCKS + min(_best_clocks(schedule, problem, device), _others(problem, device))
 
 
-def _max_clocks(problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks above which another family computes a size. There is no limit for maps of one row in
-    TF32, which no other family computes fast."""
+def _best_clocks(schedule: Schedule, problem: StridedProblem, device: Device) -> float:
+    """Returns the expected clocks with the best shape and number of splits."""
+    return min((time for time, _ in best_tiles(schedule, problem, device)), default=math.inf)
+
+
+def _others(problem: StridedProblem, device: Device) -> float:
+    """Returns the clocks with which another family computes a size. None computes maps of one row in TF32 fast."""
     if problem.one_row and problem.item == 4:
         return math.inf
-    return MAX_CLOCKS_PER_MULTIPLY[problem.item] * _multiply_clocks(problem, device)
-
-
-def _multiply_clocks(problem: StridedProblem, device: Device) -> float:
-    return macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
+    multiply = macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
+    return OTHERS_PER_MULTIPLY[problem.item] * multiply

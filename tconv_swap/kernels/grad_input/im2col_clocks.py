@@ -36,6 +36,10 @@ STORE_BYTES, STORE_BYTES_UNPAIRED = 14, 4
 MEMORY_BYTES = 2300
 TILE_CLOCKS = 1500
 LAUNCH_CLOCKS = 5000
+#: Measured over expected clocks of the tiles; clocks of a byte of grad_output and grad_input where the memory takes
+#: longer than the tiles, of a byte that is read or written to pad grad_output's rows, and of the launch (fitted to 280
+#: times of an H100, in clocks of 1.7 GHz).
+MEASURED, BYTE_CLOCKS, PADDED_BYTE_CLOCKS, STAGE_CLOCKS = 0.88, 0.0007, 0.0009, 10000
 
 
 def conflicts(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> float:
@@ -97,10 +101,15 @@ def store_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colSha
     return kernel.positions * kernel.channels * item / store_bytes + TILE_CLOCKS
 
 
+def stage_clocks(problem: StridedProblem, of_tiles: float, padded_bytes: int) -> float:
+    """Returns the expected clocks of the stage. ``of_tiles``: the expected clocks of its tiles and of adding up their
+    partial sums. ``padded_bytes``: of a copy of grad_output with longer rows, if there is one."""
+    memory = BYTE_CLOCKS * problem.moved_bytes
+    return STAGE_CLOCKS + max(MEASURED * of_tiles, memory) + PADDED_BYTE_CLOCKS * 2 * padded_bytes
+
+
 def reduce_clocks(problem: StridedProblem, splits: int) -> float:
     """Returns the expected clocks that adding up the partial sums takes."""
     if splits == 1:
         return 0.0
-    geometry = problem.geometry
-    elements = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    return LAUNCH_CLOCKS + 2 * 4 * elements * splits / MEMORY_BYTES
+    return LAUNCH_CLOCKS + 2 * 4 * problem.grad_input_elements * splits / MEMORY_BYTES

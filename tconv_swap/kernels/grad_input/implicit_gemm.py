@@ -1,18 +1,19 @@
 """Plans the gradient of the input on tensor cores, which is a convolution of grad_output. The functions are pure.
 
 At stride 1 the kernels of the forward pass compute it (forward/stride1.py, forward/implicit_gemm.py). At other strides
-grad_input/implicit_gemm_tma.py (channels_last) and grad_input/im2col.py (NCHW) compute what TMA can load, and
-csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu compute the rest.
+grad_input/implicit_gemm_tma.py computes in channels_last what TMA can load, and csrc/kernels/grad_input/
+implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu compute the rest. In NCHW these two, grad_input/im2col.py and
+grad_input/nchw_to_nhwc.py are ranked by their expected clocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import zip_longest
+from functools import lru_cache, partial
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
+from tconv_swap.kernels.common.ranked import Ranked, in_turn, made
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
@@ -27,7 +28,9 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
 from tconv_swap.kernels.grad_input.implicit_gemm_choice import phases_ahead, producer_registers
+from tconv_swap.kernels.grad_input.implicit_gemm_clocks import clocks
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     as_convolution,
@@ -77,30 +80,50 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return _of_more_channels(problem, channels, device, count)
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
-        forward = as_forward(problem)
-        first: list[Plan | Part] = [*forward_stride1.part_candidates(forward, device, count)]
-        second: list[Plan | Part] = []
-        if forward_implicit_gemm.supports(forward, device):
-            second = [forward_implicit_gemm.lower(*tile, device) for tile in choose(forward, device, count)]
-        if not forward_stride1.preferred(forward, device):
-            first, second = second, first
-        made = [one for both in zip_longest(first, second) for one in both if one is not None]
-        return [
-            Part(one.family, one.why, reading_backward(one.launches), one.workspace_bytes)
-            for one in made[:count]
-        ]
-    copied = []
-    # A map of one pixel has no stride; these families were not measured for it.
-    if problem.geometry.stride != (1, 1):
-        for family in (grad_input_tma, grad_input_im2col):
-            copied += family.part_candidates(convolution, device, max(1, count // 2))
-    count -= len(copied)
-    if not supports(convolution, device):
-        return copied
-    if count <= 0:
-        return copied
-    tiles = grad_input_choice.choose(convolution, device, count)
-    return [*copied, *(lower(*tile, device.multiprocessors) for tile in tiles)]
+        return _of_stride_one(problem, device, count)
+    # A map of one pixel has no stride; the other families were not measured for it.
+    strided = problem.geometry.stride != (1, 1)
+    if strided and not problem.channels_last:
+        return made(ranked(problem, device, count))
+    by_tma = grad_input_tma.part_candidates(convolution, device, max(1, count // 2)) if strided else []
+    return [*by_tma, *made(_ranked_here(convolution, device, count - len(by_tma)))]
+
+
+def ranked(problem: Problem, device: Device, count: int) -> list[Ranked]:
+    """Returns at most ``count`` parts of a problem in NCHW with strides, with their expected clocks: the one that is
+    expected to be the fastest, then the best of each family in turn."""
+    convolution = as_convolution(problem)
+    families = (
+        grad_input_im2col.ranked(convolution, device, count),
+        grad_input_nchw_to_nhwc.ranked(problem, device, count),
+        _ranked_here(convolution, device, count),
+    )
+    return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))[:count]
+
+
+def _ranked_here(convolution: StridedProblem, device: Device, count: int) -> list[Ranked]:
+    """Returns at most ``count`` parts of the implicit GEMM's own kernels for strides."""
+    if count <= 0 or not supports(convolution, device):
+        return []
+    return [
+        Ranked(clocks(*tile, device), partial(lower, *tile, device.multiprocessors))
+        for tile in grad_input_choice.choose(convolution, device, count)
+    ]
+
+
+def _of_stride_one(problem: Problem, device: Device, count: int) -> list[Part]:
+    """Returns the parts of a problem without strides, by the kernels of the forward pass."""
+    forward = as_forward(problem)
+    first: list[Plan | Part] = [*forward_stride1.part_candidates(forward, device, count)]
+    second: list[Plan | Part] = []
+    if forward_implicit_gemm.supports(forward, device):
+        second = [forward_implicit_gemm.lower(*tile, device) for tile in choose(forward, device, count)]
+    if not forward_stride1.preferred(forward, device):
+        first, second = second, first
+    return [
+        Part(one.family, one.why, reading_backward(one.launches), one.workspace_bytes)
+        for one in in_turn(first, second)[:count]
+    ]
 
 
 def _of_more_channels(problem: Problem, channels: int, device: Device, count: int) -> list[Part]:
@@ -113,9 +136,9 @@ def _of_more_channels(problem: Problem, channels: int, device: Device, count: in
     )
     parts = []
     for part in part_candidates(replace(problem, geometry=replace(g, out_channels=channels)), device, count):
-        made = reading_copies(part.launches, part.workspace_bytes, copied, problem.dtype)
-        if made is not None:
-            parts.append(Part(part.family, f"{part.why}, channels padded", *made))
+        padded = reading_copies(part.launches, part.workspace_bytes, copied, problem.dtype)
+        if padded is not None:
+            parts.append(Part(part.family, f"{part.why}, channels padded", *padded))
     return parts
 
 
@@ -207,10 +230,8 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
 
 def lower(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
-    geometry = problem.geometry
     compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
-    packed_bytes = compiled.packed_bytes
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    packed_bytes, count = compiled.packed_bytes, problem.grad_input_elements
     grid, block = block_count(problem, tile), consumer_threads(tile)
     if tile.wgmma:
         # Blocks are persistent: each computes one tile after another.

@@ -49,6 +49,17 @@ class StridedProblem(TileProblem):
         return self.geometry.out_height, self.geometry.out_width
 
     @property
+    def grad_input_elements(self) -> int:
+        """Returns how many elements grad_input has."""
+        return self.geometry.batch * self.geometry.out_channels * self.positions[0] * self.positions[1]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Returns the bytes of grad_output and grad_input together."""
+        g = self.geometry
+        return (g.batch * g.in_channels * g.height * g.width + self.grad_input_elements) * self.item
+
+    @property
     def row_multiple(self) -> int:
         """Returns a number that divides the columns of grad_output at every size, and with ``flat`` the columns that
         the positions of a row have there."""
@@ -216,7 +227,7 @@ def through_registers(problem: StridedProblem, tile: Tile) -> bool:
     return tile.wgmma or (problem.item == 2 and not problem.input_channels_last)
 
 
-def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
+def copy_elements(problem: StridedProblem, tile: Tile) -> int:
     """Returns how many elements one copy to shared memory has."""
     if problem.input_channels_last:
         return power_of_two_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
@@ -246,14 +257,14 @@ def phase_taps(problem: StridedProblem) -> list[int]:
     return [rows * cols for rows in counts[0] for cols in counts[1]]
 
 
-def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
+def copied_box(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
     """Returns the rows of a phase that a tile copies, their columns, and how many of these are there for alignment,
     before the first position's."""
     step, reach, shift = problem.step[1], problem.reach[1], problem.max_shift
     rows, cols = tile.rows + shift[0], tile.cols
     if problem.input_channels_last:
         return rows, cols + shift[1], 0
-    copy = _copy_elements(problem, tile)
+    copy = copy_elements(problem, tile)
     if tile.wgmma and tile.fragment[2] < 8:
         columns = step * (cols - 1) + reach + 1 - problem.geometry.padding[1]
         return rows, round_up(max(1, columns), copy), 0
@@ -267,7 +278,7 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
     """Returns the bytes of shared memory of one block, as grad_input/implicit_gemm_layout.cuh counts them; the kernel
     asserts that both agree."""
     step, shift = problem.step[1], problem.max_shift
-    copied_rows, copied_cols, alignment_columns = _copied(problem, tile)
+    copied_rows, copied_cols, alignment_columns = copied_box(problem, tile)
     images, rows, cols = tile.fragment
     narrow = tile.wgmma and cols < 8
     if narrow or problem.flat:
@@ -284,7 +295,7 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
         image_pitch = aligned_to(image_pitch, 1, 8, cols * rows % 8)
     phase_image = tile.images * image_pitch
     column_phases = 1 if problem.input_channels_last else len(problem.phases_used[1])
-    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    copy_pixels = 1 if problem.input_channels_last else copy_elements(problem, tile)
     if tile.wgmma:
         lanes = 8 // min(8, tile.chunk_words // 4)
         if column_phases > 1:
@@ -318,8 +329,8 @@ def consumer_threads(tile: Tile) -> int:
 
 def copy_slots(problem: StridedProblem, tile: Tile) -> int:
     """Returns how many copies of a phase each producer thread makes."""
-    rows, cols, _ = _copied(problem, tile)
-    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    rows, cols, _ = copied_box(problem, tile)
+    copy_pixels = 1 if problem.input_channels_last else copy_elements(problem, tile)
     places = tile.images * rows * (cols // copy_pixels) * tile.chunk_words // 4
     return ceil_div(places, PRODUCER_THREADS)
 
@@ -329,15 +340,15 @@ def copy_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:
     phases on their way to a stage."""
     carried = 4
     if not problem.input_channels_last:
-        carried *= max(_copy_elements(problem, tile), 4 // problem.item)
+        carried *= max(copy_elements(problem, tile), 4 // problem.item)
     return copy_slots(problem, tile) * (4 + ahead * carried)
 
 
 def tile_registers(problem: StridedProblem, tile: Tile) -> int:
     """Returns about how many registers of a thread of grad_input/implicit_gemm_mma.cu hold accumulators, fragments of
     the input, addresses, and elements on their way to a stage."""
-    rows, cols, _ = _copied(problem, tile)
-    copy = _copy_elements(problem, tile)
+    rows, cols, _ = copied_box(problem, tile)
+    copy = copy_elements(problem, tile)
     places, sharers = tile.images * rows * cols, 1
     if problem.input_channels_last:
         places = places * tile.chunk_words * 4 // (copy * problem.item)

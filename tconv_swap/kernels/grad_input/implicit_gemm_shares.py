@@ -8,14 +8,17 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_STEP
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, has_another_step
-from tconv_swap.kernels.gradients.nchw_to_nhwc_pays import MIN_CHANNELS, MIN_SUMMED
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import fills_chunks
 from tconv_swap.kernels.problem import Device
 
 #: The most kernels that compute one stage of a layer, in one dtype and layout, over all sizes.
 MAX_KERNELS = 4
-#: The most kernels that compute NCHW from a copy in channels_last, by implicit_gemm_tma, and the most of im2col in 16
-#: bits, of which it loads fewer rows.
+#: The most kernels of implicit_gemm_tma that compute only columns of whole strides, or NCHW from a copy in
+#: channels_last, and the most of im2col in 16 bits, of which it loads fewer rows.
 MAX_TMA, MAX_IM2COL = 2, 1
+#: The fewest channels of a group, on either side, of a layer with more than one kernel for copies: with fewer, another
+#: kernel of implicit_gemm was better (by the expected clocks of 28 layers).
+MIN_CHANNELS = 128
 #: The copy engine loads multiples of so many channels of 16 bits.
 TMA_CHANNELS = 8
 #: The most channels of grad_output that forward/stride1.py computes.
@@ -29,7 +32,9 @@ def share_of_tma(layer: StridedProblem, device: Device) -> int:
     pixels = _of_one_pixel(layer, device)
     if not _shared(layer, device):
         return MAX_TMA if _in_whole_strides(layer, device) else MAX_KERNELS - pixels
-    return MAX_TMA - (pixels if _may_be_transposed(layer) else 0)
+    if min(layer.geometry.in_channels_per_group, layer.geometry.out_channels_per_group) < MIN_CHANNELS:
+        return 1
+    return MAX_TMA - pixels
 
 
 def share_of_im2col(layer: StridedProblem, device: Device) -> int:
@@ -45,8 +50,7 @@ def share_of_implicit_gemm(layer: StridedProblem, device: Device, of_im2col: int
     if layer.one_pixel:
         return 1
     taken = of_im2col
-    by_copies = _shared(layer, device) and _may_be_transposed(layer)
-    if by_copies or _in_whole_strides(layer, device):
+    if may_be_transposed(layer, device) or _in_whole_strides(layer, device):
         taken += share_of_tma(layer, device)
     return max(1, MAX_KERNELS - _of_one_pixel(layer, device) - taken)
 
@@ -84,13 +88,17 @@ def _in_whole_strides(layer: StridedProblem, device: Device) -> bool:
     return in_channels_last and layer.step[1] > MAX_STEP and layer.geometry.groups == layer.parts == 1
 
 
-def _may_be_transposed(layer: StridedProblem) -> bool:
-    """Returns whether some sizes may be computed from copies in channels_last."""
+def may_be_transposed(layer: StridedProblem, device: Device) -> bool:
+    """Returns whether some sizes of a layer in NCHW may be computed from copies in channels_last. In TF32 im2col has
+    the kernels; where the kernel lies within the stride, it was faster to read each element where it lies."""
     g = layer.geometry
-    if layer.item != 2 or g.in_channels % TMA_CHANNELS or g.out_channels % TMA_CHANNELS:
+    if layer.item != 2 or layer.input_channels_last or not _shared(layer, device):
         return False
-    channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    return channels >= MIN_CHANNELS and g.in_channels_per_group * g.taps >= MIN_SUMMED
+    if layer.one_pixel or layer.flat or max(layer.step) == 1:
+        return False
+    return g.in_channels_per_group % TMA_CHANNELS == g.out_channels % TMA_CHANNELS == 0 and fills_chunks(
+        layer
+    )
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:

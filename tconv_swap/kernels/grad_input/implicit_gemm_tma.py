@@ -15,7 +15,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_t
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
-from tconv_swap.kernels.grad_input.tma_gemm import grad_input_elements, may_load
+from tconv_swap.kernels.grad_input.tma_gemm import may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
@@ -35,9 +35,6 @@ from tconv_swap.runtime.program import (
 FAMILY = "implicit_gemm_tma"
 #: The most taps of a kernel: a table of the kernel's constants has an entry for each.
 MAX_TAPS = 64
-#: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
-#: is padding. (implicit_gemm was faster where the output channels fill at most half of a chunk.)
-MIN_CHANNELS = 32
 #: The most positions of a tile along an axis.
 MAX_TILE_SIDE = 512
 
@@ -66,10 +63,7 @@ def supports(problem: StridedProblem, device: Device) -> bool:
 
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    geometry = problem.geometry
-    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    half_empty = 2 * geometry.in_channels_per_group * problem.item <= grad_input_tma_shape.ROW_BYTES
-    if channels < MIN_CHANNELS or half_empty or not supports(problem, device):
+    if not grad_input_tma_shape.fills_chunks(problem) or not supports(problem, device):
         return []
     return [lower(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
 
@@ -84,7 +78,6 @@ def lower(
     """Returns the part that computes the problem with this tile. ``grad_output``, ``weight``: the arguments that hold
     them in channels_last."""
     work_tiles = grad_input_tma_tile.work_count(problem, tile)
-    count = grad_input_elements(problem)
     split = tile.splits > 1
     layer = of_any_size(problem)
     kernel, shared = _compiled(layer, _of_any_shape(layer, tile))
@@ -111,13 +104,20 @@ def lower(
     )
     launches = [main]
     if split:
-        launches.append(forward_implicit_gemm.reduce_launch(problem, tile.splits, 0, count))
+        launches.append(
+            forward_implicit_gemm.reduce_launch(problem, tile.splits, 0, problem.grad_input_elements)
+        )
     return Part(
         FAMILY,
         f"{problem.precision} tensor cores, {tile}",
         tuple(launches),
-        4 * count * tile.splits if split else 0,
+        partial_bytes(problem, tile),
     )
+
+
+def partial_bytes(problem: StridedProblem, tile: TmaTile) -> int:
+    """Returns the bytes of the workspace: the sums of all splits in float32."""
+    return 4 * problem.grad_input_elements * tile.splits if tile.splits > 1 else 0
 
 
 def _of_any_shape(layer: StridedProblem, tile: TmaTile) -> TmaTile:

@@ -20,6 +20,9 @@ NARROW_COLS = 4
 DENSE_COLS = 32
 #: Columns of the tiles of flat maps.
 FLAT_COLS = (8, 16, 32, 64, 128)
+#: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
+#: is padding.
+MIN_CHANNELS = 32
 #: Threads of a block beside its consumers.
 PRODUCER_THREADS = 64
 
@@ -82,6 +85,14 @@ class TmaTile:
         text = f"{positions} positions x {self.channels} channels, {self.warpgroups} warpgroups"
         text += f", {self.consumers} consumers" if self.consumers > 1 else ""
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
+
+
+def fills_chunks(problem: StridedProblem) -> bool:
+    """Returns whether chunks and multiplies are more than padding. (implicit_gemm was faster where the output channels
+    fill at most half of a chunk.)"""
+    geometry = problem.geometry
+    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    return channels >= MIN_CHANNELS and 2 * geometry.in_channels_per_group * problem.item > ROW_BYTES
 
 
 def narrow_alike(problem: StridedProblem) -> bool:

@@ -30,12 +30,6 @@ def may_load(problem: StridedProblem, device: Device) -> bool:
     )
 
 
-def grad_input_elements(problem: StridedProblem) -> int:
-    """Returns how many elements grad_input has."""
-    geometry = problem.geometry
-    return geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-
-
 def for_size(
     tile: _Tile, problem: StridedProblem, legal: Callable[[StridedProblem, _Tile], bool]
 ) -> Iterator[_Tile]:
@@ -44,7 +38,7 @@ def for_size(
         if legal(problem, tile):
             yield tile
         return
-    count = grad_input_elements(problem)
+    count = problem.grad_input_elements
     for splits in SPLITS:
         if 4 * count * splits <= WORKSPACE_LIMIT_BYTES:
             one = replace(tile, splits=splits) if splits != tile.splits else tile

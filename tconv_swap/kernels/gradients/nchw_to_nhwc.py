@@ -1,6 +1,7 @@
-"""Plans the backward pass of NCHW tensors from copies in channels_last: launches of common/nchw_to_nhwc.py copy the
-tensors to channels_last in the workspace, and the kernels for channels_last compute from the copies. The functions are
-pure."""
+"""Plans the gradient of the weight of NCHW tensors, alone or with that of the input, from copies in channels_last:
+launches of common/nchw_to_nhwc.py copy the tensors to channels_last in the workspace, and the kernels for channels_last
+compute from the copies. Both gradients share the copy of grad_output. (grad_input/nchw_to_nhwc.py plans the gradient of
+the input alone.) The functions are pure."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tconv_swap.kernels.common.nchw_to_nhwc import (
 )
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution
+from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.gradients import nchw_to_nhwc_pays as gradients_nchw_to_nhwc_pays
 from tconv_swap.kernels.problem import Device, Problem
@@ -60,10 +62,8 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         return None
     gradients = []
     if output_mask[0]:
-        from_copies = nhwc_grad_input(problem, device) if _tma_pays(problem) else None
-        gradients.append(from_copies or direct_grad_input(problem, device))
-    if output_mask[1]:
-        gradients.append(nhwc_grad_weight(problem, device))
+        gradients.append(_faster_grad_input(problem, device))
+    gradients.append(nhwc_grad_weight(problem, device))
     made = [gradient for gradient in gradients if gradient is not None]
     if len(made) < len(gradients) or not any(gradient.copied for gradient in made):
         return None
@@ -72,9 +72,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
     """Returns whether copies in channels_last were measured to be faster (docs/kernels/gradients/nchw_to_nhwc.md)."""
-    if not gradients_nchw_to_nhwc_pays.enough_work(problem, device):
-        return False
-    if not output_mask[1] and not (output_mask[0] and _pays_alone(problem, device)):
+    if not output_mask[1] or not gradients_nchw_to_nhwc_pays.enough_work(problem, device):
         return False
     tensors = tensors_of(problem)
     return (
@@ -83,27 +81,22 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     )
 
 
-def _tma_pays(problem: Problem) -> bool:
-    """Returns whether grad_input/implicit_gemm_tma on a copy is faster than the other families without one."""
-    enough = gradients_nchw_to_nhwc_pays.MIN_CHANNELS
-    of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
-    summed = problem.geometry.out_channels_per_group * problem.geometry.taps
-    return of_group and summed >= gradients_nchw_to_nhwc_pays.MIN_SUMMED
-
-
-def _pays_alone(problem: Problem, device: Device) -> bool:
-    """Returns whether copies pay for grad_input alone: no other family than implicit_gemm computes it without
-    copies."""
-    if not _tma_pays(problem):
-        return False
-    direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
-    return direct is None or direct.family == grad_input_implicit_gemm.FAMILY
+def _faster_grad_input(problem: Problem, device: Device) -> GradientPart | None:
+    """Returns grad_input, from the copies where that is expected to be faster than every part that reads the tensors as
+    they lie. grad_output is copied for grad_weight in any case."""
+    direct = grad_input_implicit_gemm.ranked(problem, device, 1)
+    if grad_input_nchw_to_nhwc.supports(problem, device):
+        for tile in choose(grad_input_nchw_to_nhwc.convolution_of_copies(problem), device):
+            clocks = grad_input_nchw_to_nhwc.expected(problem, tile, device, grad_output_is_copied=True)
+            if not direct or clocks <= direct[0].clocks:
+                return nhwc_grad_input(problem, device)
+    return direct_grad_input(problem, device)
 
 
 def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
     """Returns grad_input in NCHW, computed from copies of grad_output and the weight in channels_last."""
-    nhwc = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
-    parts = grad_input_tma.part_candidates(replace(nhwc, output_channels_last=False), device, 1)
+    convolution = grad_input_nchw_to_nhwc.convolution_of_copies(problem)
+    parts = grad_input_tma.part_candidates(convolution, device, 1)
     return (
         GradientPart(parts[0], Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT)) if parts else None
     )

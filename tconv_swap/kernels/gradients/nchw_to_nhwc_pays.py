@@ -1,5 +1,4 @@
-"""Says which NCHW layers gain from copies in channels_last, which the kernels for channels_last read. Pure functions of
-data."""
+"""Says for which NCHW layers the gradient of the weight gains from copies in channels_last. Pure functions of data."""
 
 from __future__ import annotations
 
@@ -13,13 +12,11 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, si
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.problem import Device, Problem
 
-#: As measured on an H200 in float16: channels of either side of a group, for the gradient of the input and for that of
-#: the weight, and multiply-adds for each element that is copied (with 144 to 819 of them the gradient of the weight
-#: was 1.02 to 1.9 times as fast on 13 layers, with 43 to 128 of them 0.58 to 1.03 times on four).
-MIN_CHANNELS = 128
-MIN_CHANNELS_OF_WEIGHT = 48
-#: The fewest products in an element of grad_input at which implicit_gemm_tma pays although it stores NCHW (measured).
-MIN_SUMMED = 2304
+#: As measured on an H200 in float16: channels of either side of a group, of kernels of many taps and of others, and
+#: multiply-adds for each element that is copied (with 144 to 819 of them the gradient of the weight was 1.02 to 1.9
+#: times as fast on 13 layers, with 43 to 128 of them 0.58 to 1.03 times on four).
+MIN_CHANNELS_OF_MANY_TAPS = 128
+MIN_CHANNELS = 48
 MIN_MACS_PER_ELEMENT = 136
 
 
@@ -37,7 +34,7 @@ def enough_work(problem: Problem, device: Device) -> bool:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
     # The narrow kernels take the gradient of the input of kernels of many taps.
-    if not enough_channels(g, MIN_CHANNELS if g.taps >= MANY_TAPS else MIN_CHANNELS_OF_WEIGHT):
+    if not enough_channels(g, MIN_CHANNELS_OF_MANY_TAPS if g.taps >= MANY_TAPS else MIN_CHANNELS):
         return False
     elements = g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width
     return g.macs >= MIN_MACS_PER_ELEMENT * g.batch * elements
@@ -46,7 +43,7 @@ def enough_work(problem: Problem, device: Device) -> bool:
 def at_some_size(problem: Problem, device: Device) -> bool:
     """Returns whether some size of this layer has enough work, and the copy engine can load its channels."""
     g = problem.geometry
-    if not enough_channels(g, MIN_CHANNELS_OF_WEIGHT) or g.in_channels % 8 or g.out_channels % 8:
+    if not enough_channels(g, MIN_CHANNELS) or g.in_channels % 8 or g.out_channels % 8:
         return False
     return _at_some_size(of_any_size(problem), device)
 
