@@ -139,6 +139,7 @@ def test_the_bias_comes_with_the_weight_where_the_taps_read_all_of_grad_output(
 STRIDE_1 = Geometry(8, 32, 64, 64, 48, (3, 5), padding=(1, 4), dilation=(2, 1), groups=2)
 GROUPED = Geometry(16, 96, 64, 128, 128, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4)
 LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
+PATCHES = Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -147,7 +148,8 @@ LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
     [
         (STRIDE_1, torch.float16, H200, "forward_implicit_gemm_mma"),
         (DCGAN, torch.float32, H200, "grad_input_im2col"),
-        (DCGAN, torch.bfloat16, H200, "grad_input_implicit_gemm_wgmma"),
+        (DCGAN, torch.bfloat16, H200, "grad_input_im2col"),
+        (PATCHES, torch.bfloat16, H200, "grad_input_implicit_gemm_wgmma"),
         (DCGAN, torch.bfloat16, AMPERE, "grad_input_implicit_gemm_mma"),
         (GROUPED, torch.float32, H200, "grad_input_implicit_gemm_mma"),
         (LATENT, torch.float16, AMPERE, "grad_input_implicit_gemm_mma"),

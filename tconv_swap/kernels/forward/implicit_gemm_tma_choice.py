@@ -40,7 +40,6 @@ TMA_PRODUCER_REGISTERS = 56
 def tma_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, Tile]]:
     """Returns tiles of forward/implicit_gemm_tma.cu for channels_last inputs; those whose sum over channels is not
     split come first."""
-    multiprocessors = device.multiprocessors
     geometry = problem.geometry
     channels = geometry.out_channels_per_group * problem.stack
     if channels <= 32 or geometry.in_channels_per_group * problem.item % 16:
@@ -58,7 +57,7 @@ def tma_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
         variants.append(replace(problem, block_phases=(1, 2)))
     wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
     stride_1 = problem.phases == (1, 1)
-    found = [(problem, split_k(problem, tile, multiprocessors)) for tile in _row_tiles(problem, device)]
+    found = [(problem, tile) for tile in _row_tiles(problem, device)]
     for groups_m, groups_n, blocks in (wide, narrow, single) if stride_1 else (narrow, wide, single):
         if groups_m == 2 and channels <= 64:
             continue
@@ -75,7 +74,7 @@ def tma_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
                 for fitted in fit_rows(variant, tile):
                     deep = deepest_stages(variant, fitted, device)
                     if deep is not None:
-                        found.append((variant, split_k(variant, deep, multiprocessors)))
+                        found.append((variant, deep))
     return sorted(found, key=lambda entry: entry[1].splits)
 
 
@@ -106,10 +105,11 @@ def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
 
 
 def deepest_stages(problem: TileProblem, tile: Tile, device: Device) -> Tile | None:
-    """Returns a tile of forward/implicit_gemm_tma.cu with the best stages that fit the device, or None where none
-    fit."""
+    """Returns a tile of forward/implicit_gemm_tma.cu with its splits and the best stages that fit the device, or None
+    where none fit. Partial sums take more shared memory than outputs of 16 bits."""
     staged = _tma_stages(problem, tile, device.multiprocessors)
-    return next((deep for deep in staged if fits_device(problem, deep, device)), None)
+    split = (split_k(problem, deep, device.multiprocessors) for deep in staged)
+    return next((deep for deep in split if fits_device(problem, deep, device)), None)
 
 
 def _tma_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Iterator[Tile]:
