@@ -1,7 +1,7 @@
 """The expected time of the gradient of the input by csrc/kernels/grad_input/implicit_gemm_{wgmma,mma}.cu
 (grad_input/implicit_gemm.py). The functions are pure.
 
-The constants are fitted to 340 times of an H100 in NCHW (docs/kernels/grad_input/implicit_gemm.md), in clocks of 1.7
+The constants are fitted to 340 times of an H100 in NCHW (docs/kernels/grad_input/nchw_to_nhwc.md), in clocks of 1.7
 GHz.
 """
 
