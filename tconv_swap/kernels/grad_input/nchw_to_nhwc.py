@@ -49,10 +49,10 @@ def supports(problem: Problem, device: Device) -> bool:
     convolution = as_convolution(problem)
     if not may_be_transposed(convolution, device) or problem.weight_channels_last:
         return False
-    copied = _copied(problem)
+    tensors = copied(problem)
     return (
-        all(tensor.supported and tensor.rows % tensor.piece == 0 for tensor in copied)
-        and sum(tensor.bytes for tensor in copied) <= MAX_COPY_BYTES
+        all(tensor.supported and tensor.rows % tensor.piece == 0 for tensor in tensors)
+        and sum(tensor.bytes for tensor in tensors) <= MAX_COPY_BYTES
         and grad_input_tma.supports(convolution_of_copies(problem), device)
     )
 
@@ -67,16 +67,16 @@ def expected(problem: Problem, tile: TmaTile, device: Device, grad_output_is_cop
     """Returns the expected clocks of the launch that computes and of those that copy the weight and, unless it is
     copied already, grad_output."""
     convolution = convolution_of_copies(problem)
-    copied = _copied(problem)[1:] if grad_output_is_copied else _copied(problem)
+    tensors = copied(problem)[1 if grad_output_is_copied else 0 :]
     return (
-        LAUNCH_CLOCKS * (1 + len(copied))
+        LAUNCH_CLOCKS * (1 + len(tensors))
         + MEASURED * clocks(convolution, tile, device.multiprocessors)
         + STORED_BYTE_CLOCKS * problem.dtype.itemsize * convolution.grad_input_elements
-        + COPIED_BYTE_CLOCKS * 2 * sum(tensor.bytes for tensor in copied)
+        + COPIED_BYTE_CLOCKS * 2 * sum(tensor.bytes for tensor in tensors)
     )
 
 
-def _copied(problem: Problem) -> tuple[Matrices, Matrices]:
+def copied(problem: Problem) -> tuple[Matrices, Matrices]:
     """Returns grad_output and the weight as matrices to transpose."""
     g = problem.geometry
     weight = Matrices(g.in_channels, g.out_channels_per_group, g.taps, problem.dtype)
@@ -87,7 +87,7 @@ def _lower(problem: Problem, convolution: StridedProblem, tile: TmaTile, device:
     memory = WorkspaceLayout()
     # The sums of splits come first: the launch that adds them up reads them from the beginning.
     memory.reserve(grad_input_tma.partial_bytes(convolution, tile))
-    grad_output, weight = _copied(problem)
+    grad_output, weight = copied(problem)
     copies = workspace(memory.reserve(grad_output.bytes)), workspace(memory.reserve(weight.bytes))
     part = grad_input_tma.lower(convolution, tile, device.multiprocessors, *copies)
     to_copy = (

@@ -85,11 +85,13 @@ def _faster_grad_input(problem: Problem, device: Device) -> GradientPart | None:
     """Returns grad_input, from the copies where that is expected to be faster than every part that reads the tensors as
     they lie. grad_output is copied for grad_weight in any case."""
     direct = grad_input_implicit_gemm.ranked(problem, device, 1)
+    tiles = []
     if grad_input_nchw_to_nhwc.supports(problem, device):
-        for tile in choose(grad_input_nchw_to_nhwc.convolution_of_copies(problem), device):
-            clocks = grad_input_nchw_to_nhwc.expected(problem, tile, device, grad_output_is_copied=True)
-            if not direct or clocks <= direct[0].clocks:
-                return nhwc_grad_input(problem, device)
+        tiles = choose(grad_input_nchw_to_nhwc.convolution_of_copies(problem), device)
+    if tiles:
+        clocks = grad_input_nchw_to_nhwc.expected(problem, tiles[0], device, grad_output_is_copied=True)
+        if not direct or clocks <= direct[0].clocks:
+            return nhwc_grad_input(problem, device)
     return direct_grad_input(problem, device)
 
 
@@ -172,9 +174,5 @@ def _placed(part: Part, copies: dict[Argument, Argument], result: Argument, firs
 
 def tensors_of(problem: Problem) -> tuple[Matrices, Matrices, Matrices]:
     """Returns grad_output, the input and the weight as matrices to transpose."""
-    g = problem.geometry
-    return (
-        activation(g.output_shape, problem.dtype),
-        activation(g.input_shape, problem.dtype),
-        Matrices(g.in_channels, g.out_channels_per_group, g.taps, problem.dtype),
-    )
+    grad_output, weight = grad_input_nchw_to_nhwc.copied(problem)
+    return grad_output, activation(problem.geometry.input_shape, problem.dtype), weight
