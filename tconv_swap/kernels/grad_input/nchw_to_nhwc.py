@@ -49,11 +49,8 @@ def supports(problem: Problem, device: Device) -> bool:
     convolution = as_convolution(problem)
     if not may_be_transposed(convolution, device) or problem.weight_channels_last:
         return False
-    tensors = copied(problem)
-    return (
-        all(tensor.supported and tensor.rows % tensor.piece == 0 for tensor in tensors)
-        and sum(tensor.bytes for tensor in tensors) <= MAX_COPY_BYTES
-        and grad_input_tma.supports(convolution_of_copies(problem), device)
+    return sum(tensor.bytes for tensor in copied(problem)) <= MAX_COPY_BYTES and grad_input_tma.supports(
+        convolution_of_copies(problem), device
     )
 
 

@@ -72,6 +72,13 @@ def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, conv
     assert ("nchw_to_nhwc, implicit_gemm_tma" in made.family) == ("nchw_to_nhwc" in made.family) == converted
 
 
+def test_copies_take_at_most_1_gib() -> None:
+    few = Geometry(110, 256, 64, 128, 128, (3, 3), (2, 2), (1, 1), (1, 1))
+    assert grad_input_nchw_to_nhwc.supports(problem(few), H200)
+    assert not grad_input_nchw_to_nhwc.supports(problem(few.with_batch(140)), H200)
+    assert not grad_input_nchw_to_nhwc.supports(problem(few.with_batch(0)), H200)
+
+
 def test_a_copy_that_is_there_already_counts_no_more() -> None:
     """The gradient of the weight reads the copy of grad_output, too."""
     posed = problem(Geometry(334, 256, 7, 7, 128, (3, 3), (2, 2), (1, 1), (1, 1)))
