@@ -16,9 +16,6 @@ MAX_KERNELS = 4
 #: The most kernels of implicit_gemm_tma that compute only columns of whole strides, or NCHW from a copy in
 #: channels_last, and the most of im2col in 16 bits, of which it loads fewer rows.
 MAX_TMA, MAX_IM2COL = 2, 1
-#: The fewest channels of a group, on either side, of a layer with more than one kernel for copies: with fewer, another
-#: kernel of implicit_gemm was better (by the expected clocks of 28 layers).
-MIN_CHANNELS = 128
 #: The copy engine loads multiples of so many channels of 16 bits.
 TMA_CHANNELS = 8
 #: The most channels of grad_output that forward/stride1.py computes.
@@ -32,8 +29,6 @@ def share_of_tma(layer: StridedProblem, device: Device) -> int:
     pixels = _of_one_pixel(layer, device)
     if not _shared(layer, device):
         return MAX_TMA if _in_whole_strides(layer, device) else MAX_KERNELS - pixels
-    if min(layer.geometry.in_channels_per_group, layer.geometry.out_channels_per_group) < MIN_CHANNELS:
-        return 1
     return MAX_TMA - pixels
 
 
