@@ -55,6 +55,8 @@ struct Driver {
   // Null with a driver older than CUDA 12, which supports no GPU whose plans have tensor maps.
   Result (*tensor_map_encode_tiled)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
                                     const uint32_t*, const uint32_t*, int, int, int, int);
+  Result (*tensor_map_encode_im2col)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const int*,
+                                     const int*, uint32_t, uint32_t, const uint32_t*, int, int, int, int);
 
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -74,6 +76,7 @@ struct Driver {
     find(context_set_current, "cuCtxSetCurrent");
     find(primary_context_retain, "cuDevicePrimaryCtxRetain");
     tensor_map_encode_tiled = reinterpret_cast<decltype(tensor_map_encode_tiled)>(dlsym(library, "cuTensorMapEncodeTiled"));
+    tensor_map_encode_im2col = reinterpret_cast<decltype(tensor_map_encode_im2col)>(dlsym(library, "cuTensorMapEncodeIm2col"));
   }
 };
 
@@ -122,6 +125,13 @@ void encode(TensorMap* map, const TiledTensor& tensor, const Operands& operands)
   if (!driver().tensor_map_encode_tiled)
     throw std::runtime_error("the NVIDIA driver is too old, it lacks cuTensorMapEncodeTiled");
   void* base = static_cast<char*>(operands.pointer(tensor.base)) + tensor.offset;
+  if (tensor.im2col) {
+    check(driver().tensor_map_encode_im2col(map, tensor.element, tensor.dimensions, base, tensor.sizes, tensor.strides,
+                                            tensor.corners, tensor.corners + 2, tensor.box[0], tensor.box[1], tensor.steps,
+                                            NO_INTERLEAVE, tensor.swizzle, tensor.promotion, ZEROS_OUTSIDE),
+          "cuTensorMapEncodeIm2col");
+    return;
+  }
   check(driver().tensor_map_encode_tiled(map, tensor.element, tensor.dimensions, base, tensor.sizes, tensor.strides,
                                          tensor.box, tensor.steps, NO_INTERLEAVE, tensor.swizzle, tensor.promotion,
                                          ZEROS_OUTSIDE),
@@ -242,10 +252,15 @@ Program read_program(const int64_t* words, int device) {
       tensor.promotion = fetched_bytes == 64 ? 1 : fetched_bytes == 128 ? 2 : 3;
       tensor.dimensions = static_cast<uint32_t>(next());
       if (tensor.dimensions < 1 || tensor.dimensions > 5) throw std::runtime_error("a tensor map has 1 to 5 dimensions");
+      const int64_t corners = next();
+      tensor.im2col = corners > 0;
+      if (tensor.im2col && (corners != 4 || tensor.dimensions != 4))
+        throw std::runtime_error("a tensor map in im2col mode has 4 dimensions and 4 numbers of corners");
       for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.sizes[i] = static_cast<uint64_t>(next());
       for (uint32_t i = 0; i + 1 < tensor.dimensions; ++i) tensor.strides[i] = static_cast<uint64_t>(next());
-      for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.box[i] = static_cast<uint32_t>(next());
+      for (uint32_t i = 0; i < (tensor.im2col ? 2 : tensor.dimensions); ++i) tensor.box[i] = static_cast<uint32_t>(next());
       for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.steps[i] = static_cast<uint32_t>(next());
+      for (int64_t i = 0; i < corners; ++i) tensor.corners[i] = static_cast<int32_t>(next());
     }
     launch.structs.resize(static_cast<size_t>(next()));
     for (std::vector<int32_t>& one : launch.structs) {

@@ -19,6 +19,8 @@ struct TiledTensor {  // program.TensorMap
   uint32_t dimensions;
   uint64_t sizes[5], strides[5];
   uint32_t box[5], steps[5];
+  bool im2col;
+  int32_t corners[4];
 };
 struct Launch {  // program.Launch
   void* kernel;

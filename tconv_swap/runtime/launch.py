@@ -85,8 +85,14 @@ def plan_words(plan: Plan, dtype: torch.dtype, architecture: str, handles: Mappi
         words.append(len(launch.tensor_maps))
         for one in launch.tensor_maps:
             words += [int(one.base.kind), one.base.value, one.offset]
-            words += [int(one.element), one.swizzle_bytes, one.fetched_bytes, len(one.sizes)]
-            words += [*one.sizes, *one.strides, *one.box, *one.steps]
+            words += [
+                int(one.element),
+                one.swizzle_bytes,
+                one.fetched_bytes,
+                len(one.sizes),
+                len(one.corners),
+            ]
+            words += [*one.sizes, *one.strides, *one.box, *one.steps, *one.corners]
         words.append(len(launch.structs))
         for struct in launch.structs:
             words += [len(struct), *struct]

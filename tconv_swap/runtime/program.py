@@ -83,10 +83,14 @@ class ElementKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """The boxes of a tensor that TMA copies: the arguments of cuTensorMapEncodeTiled, which is called for every launch.
+    """The boxes of a tensor that TMA copies: the arguments of cuTensorMapEncodeTiled, or of cuTensorMapEncodeIm2col,
+    one of which is called for every launch.
 
     What of a box lies outside the tensor is read as zeros, and not written. In shared memory a box is dense, rows of
     ``box[0]`` elements, which the swizzle permutes by 16 bytes within ``swizzle_bytes`` by the address's higher bits.
+
+    With ``corners`` (im2col mode; dimensions channels, columns, rows, images) a copy is ``box[1]`` pixels in a row of
+    ``box[0]`` channels each: column by column, row by row and image by image of what lies between the corners.
     """
 
     base: Argument
@@ -106,6 +110,9 @@ class TensorMap:
     fetched_bytes: int = 256
     #: From the base to the tensor's first element, in bytes: a multiple of 16.
     offset: int = 0
+    #: In im2col mode, from the first column and row to those of the first pixel, and from the last column and row to
+    #: those of the last one: each from -128 to 127.
+    corners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

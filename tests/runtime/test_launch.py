@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -68,6 +70,7 @@ def test_tensor_maps_and_structs_are_told_after_the_arguments() -> None:
         128,
         64,
         4,
+        0,
         64,
         10,
         9,
@@ -88,6 +91,11 @@ def test_tensor_maps_and_structs_are_told_after_the_arguments() -> None:
         7,
         -1,
     ]
+    assert words[-len(expected) :] == expected
+    in_im2col_mode = dataclasses.replace(boxed, box=(64, 200), corners=(-1, -2, 0, 1))
+    made = dataclasses.replace(made, launches=(dataclasses.replace(one, tensor_maps=(in_im2col_mode,)),))
+    words = launch.plan_words(made, torch.bfloat16, "sm_90a", handles_of(made))
+    expected = [*expected[:10], 4, *expected[11:18], 64, 200, 1, 2, 1, 1, -1, -2, 0, 1, *expected[-4:]]
     assert words[-len(expected) :] == expected
     moved = program.with_operands(one, lambda argument: program.input_(1))
     assert moved.operands == (program.input_(1), program.input_(1))

@@ -49,6 +49,18 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int x0, i
       : "memory");
 }
 
+/// Loads pixels in a row of (channel, column, row, image) on, in im2col mode: those of the map's box whose first column and row
+/// these are, with `col_offset` and `row_offset` (from 0 to 255) added to the column and row of each.
+__device__ __forceinline__ void tma_load_im2col(u32 to, const TensorMap& map, int channel, int col, int row, int image, int col_offset,
+                                                int row_offset, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2], {%7, %8};" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(channel), "r"(col), "r"(row), "r"(image), "h"(static_cast<unsigned short>(col_offset)),
+      "h"(static_cast<unsigned short>(row_offset))
+      : "memory");
+}
+
 /// Loads a box to every block of the cluster whose bit is set in `blocks`, to the same address and on the same barrier.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier,
                                                     unsigned short blocks) {

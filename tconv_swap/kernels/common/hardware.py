@@ -1,5 +1,5 @@
 """Facts of NVIDIA's GPUs that planners use, from the CUDA C++ Programming Guide (technical specifications of compute
-capabilities) and the CUDA driver API (cuTensorMapEncodeTiled)."""
+capabilities) and the CUDA driver API (cuTensorMapEncodeTiled, cuTensorMapEncodeIm2col)."""
 
 from __future__ import annotations
 
@@ -13,5 +13,7 @@ RESERVED_BYTES, SHARED_BYTES_PER_CLOCK = 1024, 128
 SECTOR_BYTES = 32
 #: The most elements of a box of a tensor map along a dimension, and the largest traversal step.
 MAX_BOX, MAX_STEP = 256, 8
+#: In im2col mode, the most pixels of a copy, and the corners, which are numbers from -MAX_CORNER to MAX_CORNER - 1.
+MAX_PIXELS, MAX_CORNER = 1024, 128
 #: The number of bytes of which the strides of a tensor map are multiples.
 TMA_ALIGNMENT = 16
