@@ -15,6 +15,7 @@ from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward import implicit_gemm_layout as forward_layout
 from tconv_swap.kernels.forward import implicit_gemm_memory as forward_memory
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
+from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
 from tconv_swap.kernels.forward import implicit_gemm_stagger as forward_stagger
 from tconv_swap.kernels.forward import implicit_gemm_tma_choice as forward_tma_choice
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
@@ -80,6 +81,9 @@ def random_case(rng: random.Random, dtype: torch.dtype, nhwc_copy: bool = False)
 
 def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     """Returns a tile that the planner would not choose for this problem, but that the kernel supports."""
+    if tile.shaped_pixels:
+        of_size = [one for one in forward_shape.shapes(posed, tile) if forward_shape.legal(posed, one)]
+        tile = rng.choice(of_size)
     if rng.random() < 0.3:
         tile = replace(tile, stages=2)
     tma_weights = rng.random() < 0.5 and forward_layout.supports_tma_weights(posed)

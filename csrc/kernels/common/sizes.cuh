@@ -143,6 +143,21 @@ struct Sizes {
   __device__ __forceinline__ constexpr int out_pixels() const { return out_height * out_width; }
 };
 
+/// The shape of a tile of positions of forward/implicit_gemm_tma.cu, and of the box of pixels that it reads. A warpgroup has
+/// rows of 8 positions, one below the other. `dense`: all positions of the tile are a row, wherever they begin, and a row of 8
+/// is followed by the next.
+struct TileShape {
+  int images, rows, cols;                                       // of a tile
+  int dense;
+  int warpgroup_images, warpgroup_rows, warpgroup_cols;         // from a warpgroup to the next, in the tile
+  int warpgroup_pixels;                                         // the same in the box
+  int group_pixels, row_pixels;                                 // from 8 positions to the next 8, and from a row of pixels to the next
+  int box_pixels;
+};
+struct ShapedSizes : Sizes {
+  TileShape shape;
+};
+
 /// The shape of a tile of positions of grad_input/implicit_gemm_tma.cu, and of the box of pixels that it reads. Rows of
 /// positions are powers of two long, and so is the number of them that a warpgroup has in an image.
 struct BoxTileShape {

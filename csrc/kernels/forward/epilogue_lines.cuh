@@ -35,7 +35,7 @@ struct FragmentPlace {
 /// store_warp, with the first channel of the warpgroup.
 __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const Epilogue& epilogue, u32 staged, const Origin& origin,
                                             int group, int first_channel, int image, int row, int col, int phase_row,
-                                            int phase_col, const Sizes& sizes) {
+                                            int phase_col, const TileSizes& sizes) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
   Channel channels[2];
 #pragma unroll
@@ -52,6 +52,7 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
   const WarpPlace at{origin, image, row, col, 0, phase_row, phase_col, 0, 0, sizes};
   const int first_row = pixel / FRAGMENT_W, first_col = pixel % FRAGMENT_W;
   const OutputPosition first = output_position(at, 0, first_row, first_col);
+  const ShapedPlaces places(at);
   const int images = sizes.batch - origin.image - image;
   [[maybe_unused]] const int outputs_left = sizes.batch * sizes.out_pixels() - (origin.image + col + first_col);
   const bool real = first_channel + piece * 8 < CO_GROUP;
@@ -87,13 +88,20 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
       bool inside = real && (i + 1 < WARP_FRAGMENTS || second == 0);
       Out* to = base;
       int output_row = 0, output_col = 0;
-      if constexpr (DENSE) {
+      if constexpr (CONTIGUOUS) {
         output_col = in_col * FRAGMENT_W;
         inside = inside && output_col < outputs_left;
-      } else if constexpr (FLAT) {
-        const OutputPosition position = output_position(at, 0, 0, in_col * FRAGMENT_W + first_col);
+      } else if constexpr (FLAT || SHAPED) {
+        OutputPosition position;
+        if constexpr (FLAT) {
+          position = output_position(at, 0, 0, in_col * FRAGMENT_W + first_col);
+        } else {
+          const int in_row = mine(one.row, other.row);
+          const OutputPosition even = places.at(in_row, pixel / 2, 0), odd = places.at(in_row, pixel / 2, 1);
+          position = pixel % 2 ? odd : even;
+        }
         to = output + position.pixel * OUT_CHANNELS;
-        inside = inside && position.rows > 0;
+        inside = inside && (FLAT ? position.rows > 0 : in_phase_row < position.rows && in_phase_col < position.cols);
       } else {
         output_row = mine(one.row, other.row) * FRAGMENT_H * POSITION_ROWS;
         output_col = in_col * FRAGMENT_W * STRIDE_W;

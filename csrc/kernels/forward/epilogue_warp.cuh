@@ -70,7 +70,7 @@ struct WarpPlace {
   int phase_row, phase_col;      // first phase of the block
   int out_channel;               // first channel of the warp, of all channels
   int channels_left;             // channels of the group from there on
-  const Sizes& sizes;
+  const TileSizes& sizes;
 };
 
 /// The first output of a position, and whether it exists.
@@ -87,10 +87,49 @@ __device__ __forceinline__ OutputPosition output_position(const WarpPlace& at, i
           position.image < at.sizes.batch ? at.sizes.out_height - out_row : 0, at.sizes.out_width - out_col};
 }
 
+/// The first outputs of the positions of a SHAPED tile that a warp or warpgroup has, WARP_ROWS rows of 8. Of a dense tile each
+/// lane computes those of a few pairs of neighbours, and gets the others' from other lanes: divisions in every unrolled store
+/// would be most of the code. The plan ensures that the outputs of dense tiles have fewer than 2^31 pixels.
+struct ShapedPlaces {
+  static constexpr int PAIRS = ceil_div(WARP_ROWS * 4, 32);
+  int pixel[PAIRS][2], edges[PAIRS][2];
+  OutputPosition first;
+  bool dense;
+  int next_row;
+
+  __device__ __forceinline__ explicit ShapedPlaces(const WarpPlace& at)
+      : first(output_position(at, 0, 0, 0)), dense(is_dense(at.sizes)), next_row(POSITION_ROWS * at.sizes.out_width) {
+    if (!dense) return;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const OutputPosition position = output_position(at, 0, 0, (pair * 32 + threadIdx.x % 32) * 2 + e);
+        pixel[pair][e] = static_cast<int>(position.pixel);
+        edges[pair][e] = max_of(0, min_of(PHASE_ROWS, position.rows)) * 16 + max_of(0, min_of(PHASE_COLS, position.cols));
+      }
+  }
+
+  /// The first output of position `2 * pair + e` of row `row`, with at least as many rows and columns to the edge as there are
+  /// phases, unless it has fewer.
+  __device__ __forceinline__ OutputPosition at(int row, int pair, int e) const {
+    const int col = (2 * pair + e) * STRIDE_W;
+    if (!dense) return {first.pixel + static_cast<long long>(row) * next_row + col, first.rows - row * POSITION_ROWS, first.cols - col};
+    const int source = row * 4 + pair;
+    int found = __shfl_sync(~0u, pixel[0][e], source), edge = __shfl_sync(~0u, edges[0][e], source);
+    if constexpr (PAIRS > 1) {
+      const int other = __shfl_sync(~0u, pixel[PAIRS - 1][e], source), other_edge = __shfl_sync(~0u, edges[PAIRS - 1][e], source);
+      if (row >= 8) found = other, edge = other_edge;
+    }
+    return {found, edge / 16, edge % 16};
+  }
+};
+static_assert(!SHAPED || (WARP_ROWS <= 16 && PHASE_ROWS < 16 && PHASE_COLS < 16));
+
 /// Whether the outputs of neighbouring positions of a FLAT map are neighbours, too.
-constexpr bool DENSE = FLAT && POSITION_ROWS == 1 && STRIDE_W == 1;
-/// The most outputs of a store with DENSE where the pixels of an image are only known to be a multiple of this number.
-constexpr int STORE_DENSE = min_of(4, MAX_STORE);
+constexpr bool CONTIGUOUS = FLAT && POSITION_ROWS == 1 && STRIDE_W == 1;
+/// The most outputs of a store with CONTIGUOUS where the pixels of an image are only known to be a multiple of this number.
+constexpr int STORE_CONTIGUOUS = min_of(4, MAX_STORE);
 
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
                                                     const WarpPlace& at) {
@@ -99,9 +138,10 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
   const int channel = channel_of_row(0, g), channels = at.channels_left - channel;
   output += at.out_channel + channel;
-  // Position 2t of the warp's first fragment. The distances to all others are constants, except with FLAT.
+  // Position 2t of the warp's first fragment. The distances to all others are constants, except with FLAT and SHAPED.
   const int first_row = 2 * t / FRAGMENT_W, first_col = 2 * t % FRAGMENT_W;
   const OutputPosition first = output_position(at, 0, first_row, first_col);
+  const ShapedPlaces places(at);
   const int images = at.sizes.batch - at.origin.image - at.image;
   [[maybe_unused]] const int outputs_left = at.sizes.batch * at.sizes.out_pixels() - (at.origin.image + at.col + first_col);
   const int row_elements = at.sizes.out_width * OUT_CHANNELS;
@@ -118,13 +158,14 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
           Out* to = base;
           int rows = first.rows, cols = first.cols, output_rows = 0, output_cols = 0;
           bool inside = image < images;
-          if constexpr (DENSE) {
+          if constexpr (CONTIGUOUS) {
             output_cols = col * FRAGMENT_W + e;
             inside = output_cols < outputs_left;
-          } else if constexpr (FLAT) {
-            const OutputPosition position = output_position(at, 0, 0, col * FRAGMENT_W + first_col + e);
+          } else if constexpr (FLAT || SHAPED) {
+            const OutputPosition position = FLAT ? output_position(at, 0, 0, col * FRAGMENT_W + first_col + e) : places.at(row, t, e);
             to = output + position.pixel * OUT_CHANNELS;
-            inside = position.rows > 0;
+            rows = position.rows, cols = position.cols;
+            inside = rows > 0;
           } else {
             output_rows = row * FRAGMENT_H * POSITION_ROWS;
             output_cols = (col * FRAGMENT_W + e) * STRIDE_W;
@@ -182,7 +223,7 @@ constexpr int SECTOR = 32 / static_cast<int>(sizeof(Out));
 /// Stores a subtile row by row. `to` is the first output of the first channel; `rows` and `cols` are those of the output from
 /// there to the edge.
 template <int STORE>
-__device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols, const Sizes& sizes) {
+__device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols, const TileSizes& sizes) {
   constexpr int ROW_PASSES = ceil_div(SUBTILE_ROW + SECTOR - STORE, 32 * STORE);
   const int lane = threadIdx.x % 32;
   cols = min_of(SUBTILE_ROW, cols);
@@ -207,14 +248,14 @@ __device__ __forceinline__ void store_rows(const Out* staged, Out* to, int chann
 constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && SUBTILE_COLS == WARP_COLS && PHASE_ROWS == POSITION_ROWS && PHASE_COLS == STRIDE_W;
 
 /// The offset, in a subtile's channel, of the outputs of a position's phase row `a`.
-__device__ __forceinline__ int in_whole_rows(int position, int a, const Sizes& sizes) {
+__device__ __forceinline__ int in_whole_rows(int position, int a, const TileSizes& sizes) {
   const int row = sizes.row_positions.quotient(position);
   return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_positions.remainder(position, row) * PHASE_COLS;
 }
 
 /// Stores a subtile of whole rows. `to` is the first output of image 0 of the first channel; `first_row` is the first row of
 /// positions, counted over all images.
-__device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int first_row, const Sizes& sizes) {
+__device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int first_row, const TileSizes& sizes) {
   constexpr int SEGMENT = power_of_two_dividing(2 * PHASE_ROWS * PHASE_COLS, MAX_STORE), SEGMENTS = SUBTILE_PIXELS / SEGMENT;
   const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.positions_h - first_row;
 #pragma unroll
@@ -235,7 +276,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
   using Place = StorePlace<STORE>;
   constexpr bool PLACES_ADD = Place::ADD;
   constexpr int STORES = Place::STORES;
-  const Sizes& sizes = at.sizes;
+  const TileSizes& sizes = at.sizes;
   const long long out_pixels = sizes.out_pixels();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const OutputPosition first = output_position(at, 0, 0, 0);
@@ -296,7 +337,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       const int output_row = place.row + (PLACES_ADD ? mine.row : 0);
       bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
       Out* to;
-      if constexpr (DENSE) {
+      if constexpr (CONTIGUOUS) {
         const int position = at.origin.image + at.col + out_col, image = sizes.image_positions.quotient(position);
         to = output + image * image_distance + channel * out_pixels + sizes.image_positions.remainder(position, image);
         inside = inside && image < sizes.batch;
@@ -323,7 +364,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
 /// warp's own.
 __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const Epilogue& epilogue, Out* staged, const Origin& origin,
                                            int group, int first_channel, int warp_row, int image, int row, int col,
-                                           int phase_row, int phase_col, const Sizes& sizes) {
+                                           int phase_row, int phase_col, const TileSizes& sizes) {
   const int g = threadIdx.x % 32 / 4;
   first_channel += warp_row % BLOCK_CHANNELS;
   const WarpPlace at{origin, image, row, col, STACK > 1 ? warp_row / BLOCK_CHANNELS : 0, phase_row, phase_col,
@@ -336,8 +377,8 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, epilogue, channels, at);
-  } else if constexpr (DENSE) {
-    constexpr int STORE_SOME = min_of(STORE_ROW, STORE_DENSE);
+  } else if constexpr (CONTIGUOUS) {
+    constexpr int STORE_SOME = min_of(STORE_ROW, STORE_CONTIGUOUS);
     if (STORE_ROW > STORE_SOME && sizes.out_pixels() % STORE_ROW == 0) {
       store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
     } else if (STORE_SOME > STORE_ANY && sizes.out_pixels() % STORE_SOME == 0) {

@@ -5,6 +5,7 @@
 
 // FLAT: the plan ensures that there are as many positions as input pixels, and that they cover the output exactly.
 static_assert(!FLAT || (POSITION_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
+static_assert(!SHAPED || (TMA_INPUT && OUTPUT_CHANNELS_LAST && POSITION_INPUT_ROWS == 1));
 static_assert(!NARROW || TMA_INPUT);
 
 constexpr int ITEM = sizeof(Element);
@@ -34,7 +35,7 @@ constexpr int IMAGE_PITCH = NARROW ? (TMA_INPUT ? 1 : SHIFTS) * HALO_H * TILE_W
                             : FRAGMENT_N > 1
                                 ? aligned_to(HALO_H * ROW_PITCH, COPY_PIXELS, 8, FRAGMENT_W * FRAGMENT_H % 8)
                                 : HALO_H * ROW_PITCH;
-constexpr int HALO_PIXELS = NARROW && TMA_INPUT ? SHIFTS * SHIFTED_PITCH : TILE_N * IMAGE_PITCH;
+constexpr int HALO_PIXELS = SHAPED ? SHAPED_PIXELS : NARROW && TMA_INPUT ? SHIFTS * SHIFTED_PITCH : TILE_N * IMAGE_PITCH;
 
 // Words of one chunk of k. For mma.sync: [k][pixel] in NCHW, [pixel][k] in channels_last. With PLANES, for wgmma: planes of
 // 4 words, [k / 4][pixel][4], whose pitch puts neighbouring lanes, which write neighbouring planes, in different banks. With

@@ -11,7 +11,7 @@ constexpr int MULTIPLY_POSITIONS = 8 * (ALONG_ROW ? MULTIPLY_COLS : NARROW ? WAR
 constexpr int MULTIPLY_IMAGES = NARROW ? 1 : WARP_IMAGES;
 static_assert(NARROW || WARP_COLS % MULTIPLY_COLS == 0);
 constexpr int MULTIPLIES = NARROW ? WARP_ROWS : WARP_COLS / MULTIPLY_COLS;
-/// Pixels from 8 positions of a multiply to the next 8.
+/// Pixels from 8 positions of a multiply to the next 8, unless SHAPED.
 constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : POSITION_INPUT_ROWS * ROW_PITCH;
 
 /// Bytes from one pixel to the next: descriptors count in units of 16 bytes, which is one pixel of a plane.
@@ -38,13 +38,13 @@ __device__ __forceinline__ ptx::u64 weights_descriptor(u32 address) {
 static_assert(!PIXEL_MAJOR || (TMA_INPUT && FLAT && IS_16_BIT && WARP_COLS * 8 % BOX_ROW_PIXELS == 0 &&
                                MULTIPLIES == 1 && (GROUPS == 1 || CI_GROUP % CHUNK_CHANNELS == 0)));
 
-__device__ __forceinline__ ptx::u64 input_descriptor(u32 address) {
+__device__ __forceinline__ ptx::u64 input_descriptor(u32 address, int group_pitch) {
   if constexpr (PIXEL_MAJOR) {
     return ptx::swizzled_descriptor(address, CHUNK_CHANNELS * BOX_ROW_BYTES, 8 * BOX_ROW_BYTES);
   } else if constexpr (TMA_INPUT) {
-    return ptx::swizzled_descriptor<PIXEL_BYTES>(address, 16, GROUP_PITCH * PIXEL_BYTES);
+    return ptx::swizzled_descriptor<PIXEL_BYTES>(address, 16, group_pitch * PIXEL_BYTES);
   } else {
-    return ptx::matrix_descriptor(address, PLANE_PITCH * 16, GROUP_PITCH * 16);
+    return ptx::matrix_descriptor(address, PLANE_PITCH * 16, group_pitch * 16);
   }
 }
 
@@ -90,7 +90,7 @@ struct WorkTile {
   Origin origin;
 
   /// Work tile `index` of all blocks.
-  __device__ __forceinline__ WorkTile(int index, const Sizes& sizes) : split(0), first_chunk(0), chunks(CHUNKS) {
+  __device__ __forceinline__ WorkTile(int index, const TileSizes& sizes) : split(0), first_chunk(0), chunks(CHUNKS) {
     if constexpr (PARTIAL) {
       const int whole = sizes.splits.quotient(index);
       split = sizes.splits.remainder(index, whole);
@@ -105,7 +105,7 @@ struct WorkTile {
     group = index % GROUPS;
     origin = tile_origin(index / GROUPS, sizes);
   }
-  __device__ __forceinline__ static int count(const Sizes& sizes) {
+  __device__ __forceinline__ static int count(const TileSizes& sizes) {
     return sizes.tiles * (GROUPS * M_BLOCKS * PHASE_GROUPS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
   }
 };
@@ -115,7 +115,7 @@ struct WorkTile {
 struct BlockWork {
   int first, end;
 
-  __device__ __forceinline__ explicit BlockWork(const Sizes& sizes) {
+  __device__ __forceinline__ explicit BlockWork(const TileSizes& sizes) {
     const int tiles = WorkTile::count(sizes), tiles_per_block = ceil_div(tiles, gridDim.x);
     first = blockIdx.x * tiles_per_block;
     end = min_of(tiles, first + tiles_per_block);
@@ -124,12 +124,12 @@ struct BlockWork {
 
 /// Iterates over the chunks of all work tiles of a block.
 struct ChunkIterator {
-  const Sizes& sizes;
+  const TileSizes& sizes;
   int index, end, chunks_left;
   WorkTile work;
 
-  __device__ __forceinline__ explicit ChunkIterator(const Sizes& sizes) : ChunkIterator(sizes, BlockWork(sizes)) {}
-  __device__ __forceinline__ ChunkIterator(const Sizes& sizes, const BlockWork& block)
+  __device__ __forceinline__ explicit ChunkIterator(const TileSizes& sizes) : ChunkIterator(sizes, BlockWork(sizes)) {}
+  __device__ __forceinline__ ChunkIterator(const TileSizes& sizes, const BlockWork& block)
       : sizes(sizes), index(block.first), end(block.end), work(block.first, sizes) {
     chunks_left = work.chunks;
   }

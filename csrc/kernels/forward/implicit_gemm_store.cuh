@@ -88,7 +88,7 @@ __device__ __forceinline__ float stored(float sum, const Channel& channel, const
 /// the tile.
 __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Epilogue& epilogue, const Origin& origin,
                                            int group, int first_channel, int n, int h, int w, int phase_row,
-                                           int phase_col, const Sizes& sizes) {
+                                           int phase_col, const TileSizes& sizes) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Channel channels[WARP_M_TILES][2];
 #pragma unroll

@@ -10,6 +10,11 @@
 // NARROW maps are loaded once for each horizontal shift, [shift][image][row][column], so that the positions of an image are
 // neighbours.
 //
+// SHAPED (strides above 1, outputs in channels_last): the shape of a tile is an argument (kernels/forward/implicit_gemm_shape.py).
+// A tile is a part of a map, or dense: so many positions in a row, wherever they begin. The pixels that dense positions read
+// are a row, too, which the copy engine loads in im2col mode. A row of the map has a place for each pixel that is read, those
+// outside of the input shared by the end of a row and the beginning of the next; the last places of a row are no positions.
+//
 // NHWC_COPY: the input is a copy that the launch before this one makes of an NCHW input (common/nchw_to_nhwc.cu).
 //
 // PIXEL_MAJOR (16 bits, FLAT): the input is NCHW, loaded in its own layout, [channel][64 pixels]; the multiplier reads it as a
@@ -49,7 +54,7 @@ struct Producer {
   Weights::Loader weights;
   int first_tile;
 
-  __device__ __forceinline__ Producer(u32 shared, const Weights::Argument& argument, const Sizes& sizes)
+  __device__ __forceinline__ Producer(u32 shared, const Weights::Argument& argument, const TileSizes& sizes)
       : ring(shared), chunks(sizes), weights(argument), first_tile(chunks.index) {
     set_tile();
   }
@@ -65,7 +70,7 @@ struct Producer {
     if (chunks.next()) set_tile();
   }
   __device__ __forceinline__ void copy_input(const TensorMap& input) const {
-    ptx::arrive_expect_tx(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
+    ptx::arrive_expect_tx(ring.full(), loaded_pixels(chunks.sizes) * (CHUNK_WORDS * 4) + weights.bytes);
     loader.copy(ring.input(), input, ring.full());
   }
 
@@ -94,7 +99,7 @@ struct Producer {
 
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ Weights::Argument weights,
-                  const __grid_constant__ Epilogue epilogue, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
+                  const __grid_constant__ Epilogue epilogue, Out* __restrict__ output, const __grid_constant__ TileSizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {

@@ -3,7 +3,7 @@
 // the last channel of a group.
 //
 // The dimensions of the tensor map of the input, innermost first: channel of the group, column, row, image, group; with FLAT
-// channel, pixel, group; with PIXEL_MAJOR pixel, channel, image.
+// channel, pixel, group; with PIXEL_MAJOR pixel, channel, image; of dense tiles channel of all groups, column, row, image.
 #pragma once
 
 /// Pixels of a box of a FLAT input; a dimension of a box has at most 256 elements.
@@ -11,15 +11,29 @@ constexpr int FLAT_BOX = TILE_W / ceil_div(TILE_W, 256);
 static_assert(TILE_W % FLAT_BOX == 0);
 constexpr int BOX_PIXELS = NARROW ? SHIFTS * TILE_N * HALO_H * TILE_W : HALO_PIXELS;
 
+/// Pixels of a chunk.
+__device__ __forceinline__ int loaded_pixels(const TileSizes& sizes) {
+  return SHAPED ? shape_of(sizes).box_pixels : BOX_PIXELS;
+}
+
 struct TmaInputLoader {
   int channel, col, row, image, group;
+  bool dense;
 
-  __device__ __forceinline__ void set_tile(const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
+  __device__ __forceinline__ void set_tile(const Origin& origin, int group, int chunk_index, const TileSizes& sizes) {
     channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
     col = origin.col + MIN_SHIFT_W;
     row = origin.row * POSITION_INPUT_ROWS + MIN_SHIFT_H;
     image = origin.image;
     this->group = group;
+    dense = is_dense(sizes);
+    if (dense) {
+      channel += group * CI_GROUP;
+      const Position first = position_at(origin, 0, 0, 0, sizes);
+      image = first.image;
+      row = first.row + MIN_SHIFT_H;
+      col = first.col + MIN_SHIFT_W;
+    }
     if constexpr (PIXEL_MAJOR) {
       channel += group * CI_GROUP;
       image = sizes.image_positions.quotient(origin.image);
@@ -38,6 +52,8 @@ struct TmaInputLoader {
 #pragma unroll
       for (int first = 0; first < TILE_W; first += FLAT_BOX)
         ptx::tma_load(to + first * PIXEL, input, channel, image + first, group, barrier);
+    } else if (SHAPED && dense) {
+      ptx::tma_load_im2col(to, input, channel, col, row, image, 0, 0, barrier);
     } else {
 #pragma unroll
       for (int shift = 0; shift < (NARROW ? SHIFTS : 1); ++shift)

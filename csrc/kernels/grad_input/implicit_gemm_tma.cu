@@ -12,8 +12,9 @@
 // (ping-pong, of WARPGROUPS warpgroups each) each computes every other tile, and one multiplies while the other stores.
 //
 // The shape of a tile, `shape`, is an argument (kernels/grad_input/implicit_gemm_tma_shape.py): any whose box has at most
-// INPUT_BYTES. FLAT (kernel within the stride, no padding): rows of all images are rows of one. DENSE (and FLAT): a tile is
-// TILE_POSITIONS positions in a row, wherever they begin, and its box the whole rows of the map that hold them.
+// INPUT_BYTES. DENSE: a tile is TILE_POSITIONS positions in a row, wherever they begin, of a map whose rows and images have
+// REACH_W columns and REACH_H rows more than grad_input: these are no positions, but their pixels are those of taps. TMA loads
+// such a row of pixels in im2col mode.
 //
 // Covers: float32 as TF32 (TMA rounds), float16, bfloat16; grad_output and weight in channels_last with channels of a group in
 // 16-byte multiples, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides up to 8. PARTIAL: grad_input
@@ -29,7 +30,6 @@
 constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr int REACH_H = (KERNEL_H - 1) * DILATION_H / STEP_H;
 constexpr int REACH_W = NARROW ? 0 : (KERNEL_W - 1) * DILATION_W / STEP_W;
-static_assert(!DENSE || (FLAT && REACH_H == 0 && REACH_W == 0));
 
 /// Each phase's first pixel, counted from the tile's first position, and its taps: which of the kernel they are, and at which
 /// row and column of the box they meet the first position. The taps of phase s are first[s] to first[s + 1].
@@ -66,6 +66,7 @@ constexpr int PHASES = make_table().phases;
 constexpr int CHUNK = ROW / static_cast<int>(sizeof(Element)), CHUNKS = ceil_div(K_GROUP, CHUNK);
 constexpr int INPUT_PITCH = round_up(INPUT_BYTES, 1024);
 static_assert(WEIGHT_BYTES % 1024 == 0);
+static_assert(!DENSE || !(NARROW || PHASE_DIMENSION) && (GROUPS == 1 || K_GROUP % CHUNK == 0));
 constexpr int WARPGROUP_POSITIONS = 64 * M_TILES, TILE_POSITIONS = WARPGROUPS * WARPGROUP_POSITIONS;
 /// Shared memory in which a warp transposes 16 positions of a multiply before it stores them.
 constexpr int STAGED_BYTES = 16 * ROW;
@@ -82,12 +83,13 @@ static_assert(CONSUMERS == 1 || !PARTIAL);
 using InputRing = StageRing<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = StageRing<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
 
-/// One work tile of a persistent block. `image`, `row`, `col`: its first position.
+/// One work tile of a persistent block. `image`, `row`, `col`: its first position, whose number in the map is `position`
+/// (DENSE).
 struct Work {
-  int split, block, group, image, row, col;
+  int split, block, group, image, row, col, position;
   int first_chunk, end_chunk;
 
-  __device__ __forceinline__ Work(int index, const Sizes& sizes, const BoxTileShape& shape) : split(0), image(0), first_chunk(0), end_chunk(CHUNKS) {
+  __device__ __forceinline__ Work(int index, const Sizes& sizes, const BoxTileShape& shape) : split(0), image(0), position(0), first_chunk(0), end_chunk(CHUNKS) {
     if constexpr (PARTIAL) {
       const int whole = sizes.splits.quotient(index);
       split = sizes.splits.remainder(index, whole);
@@ -100,15 +102,15 @@ struct Work {
     group = index % GROUPS;
     const int tile = index / GROUPS;
     if constexpr (DENSE) {
-      row = sizes.row_positions.quotient(tile * TILE_POSITIONS);
-      col = sizes.row_positions.remainder(tile * TILE_POSITIONS, row);
+      position = tile * TILE_POSITIONS;
+      image = sizes.image_positions.quotient(position);
+      const int in_image = sizes.image_positions.remainder(position, image);
+      row = sizes.row_positions.quotient(in_image);
+      col = sizes.row_positions.remainder(in_image, row);
     } else {
-      int lines = tile;
-      if constexpr (!FLAT) {
-        image = sizes.image_tiles.quotient(tile);
-        lines = sizes.image_tiles.remainder(tile, image);
-        image *= shape.images;
-      }
+      image = sizes.image_tiles.quotient(tile);
+      const int lines = sizes.image_tiles.remainder(tile, image);
+      image *= shape.images;
       row = sizes.row_tiles.quotient(lines);
       col = sizes.row_tiles.remainder(lines, row) << shape.col_bits;
       row *= shape.rows;
@@ -130,10 +132,13 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
       for (int inner = PHASE_MAJOR ? work.first_chunk : 0; inner < (PHASE_MAJOR ? work.end_chunk : PHASES); ++inner) {
         const int chunk = PHASE_MAJOR ? inner : outer, phase = PHASE_MAJOR ? outer : inner;
         const int row = work.row * STEP_H - PADDING_H + PHASE_TABLE.row[phase];
-        const int col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + PHASE_TABLE.col[phase];
+        const int col = work.col * STEP_W - PADDING_W + PHASE_TABLE.col[phase];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         ptx::arrive_expect_tx(ring.full(), shape.box_bytes);
-        if constexpr (PHASE_DIMENSION) {
+        if constexpr (DENSE) {
+          ptx::tma_load_im2col(ring.data(), map, work.group * K_GROUP + chunk * CHUNK, work.col * STEP_W - PADDING_W, work.row * STEP_H - PADDING_H,
+                               work.image, PHASE_TABLE.col[phase], PHASE_TABLE.row[phase], ring.full());
+        } else if constexpr (PHASE_DIMENSION) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
           ptx::tma_load(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
         } else if constexpr (GROUPS == 1) {
@@ -183,7 +188,6 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
   ConsumerOrder<CONSUMERS> order(shared + TURN_BARRIERS, consumer);
   const auto compute = [&](int index) {
     const Work work(index, sizes, shape);
-    const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
     Accumulators accumulators;
     accumulators.clear();
     bool first = true;
@@ -199,7 +203,7 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
         const int begin = PHASE_TABLE.first[phase], end = PHASE_TABLE.first[phase + 1];
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-          const int pixel = first_pixel + PHASE_TABLE.box_row[i] * shape.box_cols + PHASE_TABLE.box_col[i];
+          const int pixel = warpgroup_pixel + PHASE_TABLE.box_row[i] * shape.box_cols + PHASE_TABLE.box_col[i];
           const u64 a = ptx::swizzled_descriptor(input.data() + pixel * ROW, 16, shape.group_pixels * ROW);
           const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
           ptx::wait_for_phase(weights.full(), weights.parity);

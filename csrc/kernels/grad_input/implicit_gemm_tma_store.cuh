@@ -19,18 +19,16 @@ __device__ __forceinline__ Position position_of_row(const Work& work, const Size
   const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 % WARPGROUPS;
   const int in_tile = m * shape.multiply_positions + (warp * 2 + row / 8) * shape.group_positions + row % 8;
   if constexpr (DENSE) {
-    const int position = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_POSITIONS + in_tile;
-    const int image = sizes.image_positions.quotient(position);
-    return {image, image < sizes.batch ? sizes.image_positions.remainder(position, image) : -1};
+    const int position = work.position + warpgroup * WARPGROUP_POSITIONS + in_tile;
+    const int image = sizes.image_positions.quotient(position), in_image = sizes.image_positions.remainder(position, image);
+    const int row = sizes.row_positions.quotient(in_image), col = sizes.row_positions.remainder(in_image, row);
+    const bool inside = row < sizes.out_height && col < sizes.out_width && image < sizes.batch;
+    return {image, inside ? row * sizes.out_width + col : -1};
   } else {
     const int line = in_tile >> shape.col_bits, further_images = line >> shape.warpgroup_row_bits;
-    int at_row = work.row + warpgroup * shape.warpgroup_rows + line - (further_images << shape.warpgroup_row_bits);
-    int image = work.image + warpgroup * shape.warpgroup_images + further_images;
+    const int at_row = work.row + warpgroup * shape.warpgroup_rows + line - (further_images << shape.warpgroup_row_bits);
+    const int image = work.image + warpgroup * shape.warpgroup_images + further_images;
     const int col = work.col + in_tile - (line << shape.col_bits);
-    if constexpr (FLAT) {
-      image = further_images == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
-      at_row -= image * sizes.out_height;
-    }
     const bool inside = at_row < sizes.out_height && col < sizes.out_width && image < sizes.batch;
     return {image, inside ? at_row * sizes.out_width + col : -1};
   }

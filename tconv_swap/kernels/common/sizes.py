@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_count, dense_map
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
 Words = tuple[int, ...]
@@ -117,9 +117,11 @@ def grad_weight_stride1_sizes(
 
 
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
-    """Returns the numbers of tiles along the images, the rows and the columns; a flat problem has all its tiles along
-    the columns."""
+    """Returns the numbers of tiles along the images, the rows and the columns; a flat problem, and dense tiles, have
+    all tiles along the columns."""
     batch, (rows, cols) = problem.geometry.batch, problem.positions
+    if tile.dense:
+        return 1, 1, ceil_div(dense_count(problem), tile.positions)
     if problem.flat:
         return 1, 1, ceil_div(batch * rows * cols, tile.cols)
     return ceil_div(batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
@@ -157,26 +159,28 @@ def im2col_nhwc_sizes(
 
 def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
     """Returns ``Sizes``, for kernels that divide the map into tiles of positions."""
-    return tile_count_sizes(problem, tile_counts(problem, tile), tile.splits)
-
-
-def tile_count_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
-    """Returns ``Sizes`` for these numbers of ``tiles`` along the images, the rows and the columns."""
-    return map_sizes(problem.geometry, problem.positions, tiles, splits)
+    counted = dense_map(problem) if tile.dense else problem.positions
+    return map_sizes(problem.geometry, problem.positions, tile_counts(problem, tile), tile.splits, counted)
 
 
 def map_sizes(
-    geometry: Geometry, positions: tuple[int, int], tiles: tuple[int, int, int], splits: int = 1
+    geometry: Geometry,
+    positions: tuple[int, int],
+    tiles: tuple[int, int, int],
+    splits: int = 1,
+    counted: tuple[int, int] | None = None,
 ) -> Words:
-    """Returns ``Sizes`` for a map with these rows and columns of ``positions``, and ``tiles`` as above."""
+    """Returns ``Sizes`` for a map with these rows and columns of ``positions``, and ``tiles`` as above. ``counted``:
+    the rows and columns by which positions are counted, if a map has more of them than positions."""
     (positions_h, positions_w), (images, rows, cols) = positions, tiles
+    counted_h, counted_w = counted or positions
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         *(positions_h, positions_w, images * rows * cols),
         *divisor(rows * cols),
         *divisor(cols),
-        *divisor(positions_h * positions_w),
-        *divisor(positions_w),
+        *divisor(counted_h * counted_w),
+        *divisor(counted_w),
         *divisor(splits),
     )
 

@@ -27,6 +27,7 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
     shared_bytes,
     stores_lines,
 )
+from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape, shape_words
 from tconv_swap.kernels.forward.implicit_gemm_tensor_maps import input_map, nchw_map, weight_map
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import TMA_PRODUCER_REGISTERS
 from tconv_swap.kernels.problem import Device, Problem
@@ -202,6 +203,7 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
         ("TILE_N", tile.images),
         ("TILE_H", tile.rows),
         ("TILE_W", tile.cols),
+        ("SHAPED_PIXELS", tile.shaped_pixels),
         ("WARP_IMAGES", tile.warp_images),
         ("WARP_ROWS", tile.warp_rows),
         ("WARP_COLS", tile.warp_cols),
@@ -285,7 +287,7 @@ def lower(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights, the
     channels_last copy of the input, and the partial sums of the splits."""
     geometry = problem.geometry
-    compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
+    compiled = _compiled(of_any_size(problem), replace(of_any_shape(tile), splits=min(tile.splits, 2)))
     launches: list[Launch] = [] if compiled.pack is None else [compiled.pack]
     used = compiled.packed_bytes
     source = input_(0)
@@ -314,7 +316,7 @@ def lower(problem: TileProblem, tile: Tile, device: Device) -> Plan:
         shared_bytes=compiled.shared_bytes,
         overlaps_previous=bool(launches),
         tensor_maps=maps,
-        structs=(tile_sizes(problem, tile),),
+        structs=(tile_sizes(problem, tile) + (shape_words(problem, tile) if tile.shaped_pixels else ()),),
     )
     launches.append(forward)
     if tile.splits > 1:

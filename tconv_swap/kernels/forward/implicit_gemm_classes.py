@@ -18,6 +18,7 @@ from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
+from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     ALIGNED_PIXELS,
@@ -26,6 +27,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     block_count,
     can_be_aligned,
 )
+from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, of_any_shape
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
@@ -99,6 +101,12 @@ class Schedule:
             return False
         return not (tile.wgmma and tile.cols < 8) or self.adapted(problem).positions[1] <= tile.cols
 
+    def in_shape(self, problem: TileProblem, device: Device) -> Tile:
+        """Returns the tile, in the shape that fits this size best."""
+        if not self.tile.shaped_pixels:
+            return self.tile
+        return best_shape(self.adapted(problem), self.tile, device.multiprocessors)
+
     def multiplied_positions(self, problem: TileProblem) -> float:
         """Returns the positions of all tiles of this size, empty ones included, times the handicap."""
         adapted, tile = self.adapted(problem), self.tile
@@ -107,6 +115,10 @@ class Schedule:
             return self.handicap * round_up(batch * rows * cols, tile.cols) * adapted.stack
         positions = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
         return self.handicap * positions * adapted.stack
+
+
+#: The best schedule of a class, and the other candidates for its nominal size.
+Ranked = tuple[Schedule, tuple[Schedule, ...]]
 
 
 def ranked(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
@@ -129,14 +141,26 @@ def choose(problem: TileProblem, device: Device, count: int = 1) -> list[tuple[T
         return []
     # A schedule that is legal only for some sizes is faster for those.
     legal.sort(key=lambda one: not (one[0].problem.aligned or one[0].whole_rows))
+    if any(one[0].tile.shaped_pixels for one in legal):
+        sized = [(one, _for_size(one[0], problem, device)) for one in legal]
+        best, found = min(
+            sized, key=lambda entry: expected_clocks(entry[1][0], entry[1][1], device.multiprocessors)
+        )
+    else:
+        best = _by_positions(legal, problem, device)
+        found = _for_size(best[0], problem, device)
+    others = (one for one in best[1] if one.legal(problem) and one != best[0])
+    return [found, *(_for_size(one, problem, device) for one in islice(others, count - 1))]
+
+
+def _by_positions(legal: list[Ranked], problem: TileProblem, device: Device) -> Ranked:
+    """Returns the schedule whose tiles cover the map with the fewest positions, or the one for sizes of few tiles."""
     many = [one for one in legal if not one[0].few] or legal
     best = min(many, key=lambda one: one[0].multiplied_positions(problem))
     few = [one for one in legal if one[0].few]
     if few and 4 * block_count(best[0].adapted(problem), best[0].tile) < 3 * device.multiprocessors:
         best = few[0]
-    others = (one for one in best[1] if one.legal(problem) and one != best[0])
-    found = [best[0], *islice(others, count - 1)]
-    return [_for_size(one, problem, device) for one in found]
+    return best
 
 
 def of_any_size(problem: TileProblem) -> TileProblem:
@@ -148,7 +172,7 @@ def of_any_size(problem: TileProblem) -> TileProblem:
 
 def _for_size(schedule: Schedule, problem: TileProblem, device: Device) -> tuple[TileProblem, Tile]:
     """Returns the problem as the schedule's kernel sees it, and the tile with the splits that suit the size."""
-    adapted, tile = schedule.adapted(problem), schedule.tile
+    adapted, tile = schedule.adapted(problem), schedule.in_shape(problem, device)
     if tile.splits > 1:
         splits, chunks = 2, ceil_div(adapted.words, tile.chunk_words)
         room = device.multiprocessors * tile.blocks_per_multiprocessor
@@ -157,10 +181,6 @@ def _for_size(schedule: Schedule, problem: TileProblem, device: Device) -> tuple
             splits *= 2
         tile = replace(tile, splits=splits)
     return adapted, tile
-
-
-#: The best schedule of a class, and the other candidates for its nominal size.
-Ranked = tuple[Schedule, tuple[Schedule, ...]]
 
 
 @disk_cache
@@ -183,7 +203,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
             one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_major
         ):
             continue
-        found.setdefault((replace(one[0].problem, geometry=layer.geometry), one[0].tile), one)
+        found.setdefault((replace(one[0].problem, geometry=layer.geometry), of_any_shape(one[0].tile)), one)
     return tuple(found.values())
 
 
@@ -222,6 +242,12 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
         def make(device: Device) -> Ranked | None:
             found = made(batch, height, width, HANDICAP_SMALL)(device)
             many = made(MANY_IMAGES, height, width, HANDICAP_SMALL)(device)
+            if (
+                many
+                and _is_narrow(many[0].tile)
+                and (not found or not _suits_few_images(found[0].tile, many[0].tile))
+            ):
+                return many
             return found if found and many and found[0].tile.wgmma == many[0].tile.wgmma else many
 
         return make
@@ -279,6 +305,16 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
     yield small(4)
     if not channels_last and small_first:
         yield made(images, side, side, aligned=True)
+
+
+def _is_narrow(tile: Tile) -> bool:
+    return tile.tma and tile.cols < 8
+
+
+def _suits_few_images(tile: Tile, of_many: Tile) -> bool:
+    """Returns whether a tile of narrow maps, chosen for few images, is worth more than that of many: nothing is packed,
+    and as many positions share the weights that a block loads."""
+    return tile.tma_weights and tile.positions >= of_many.positions
 
 
 def _sized(layer: TileProblem, batch: int, height: int, width: int, aligned: bool = False) -> TileProblem:

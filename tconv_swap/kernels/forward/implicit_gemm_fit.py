@@ -32,7 +32,7 @@ Shape = tuple[int, int, int, int, int, int]
 
 def fits_device(problem: TileProblem, tile: Tile, device: Device) -> bool:
     """Whether the device has room for the tile's stages and registers, and its boxes are legal."""
-    if tile.tma and max(box_shape(problem, tile)) > MAX_BOX:
+    if tile.tma and not tile.dense and max(box_shape(problem, tile)) > MAX_BOX:
         return False
     room = device.shared_memory_per_block + 1024
     if tile.wgmma and not tile.tma:

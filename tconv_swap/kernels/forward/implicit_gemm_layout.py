@@ -8,6 +8,7 @@ same inputs apart from the shift of each tap.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -58,6 +59,11 @@ class Tile:
     #: Whether the copy engine loads an NCHW input in its own layout, 64 pixels of a channel in a row, which the
     #: multiplier reads as a pixel-major operand (with tma, 16 bits, flat).
     pixel_major: bool = False
+    #: The pixels of which a stage has room where the shape of a tile is an argument of the launch
+    #: (forward/implicit_gemm_shape.py; with tma), or 0.
+    shaped_pixels: int = 0
+    #: Whether the positions of a shaped tile are a row, wherever they begin, and not a part of a map.
+    dense: bool = False
     #: How many taps, of each step of k, the second warpgroup of two begins a tile after the first; 0: together (with
     #: tma).
     stagger: int = 0
@@ -82,6 +88,11 @@ class Tile:
         cols = min(8, self.cols)
         rows = min(8 // cols, self.rows)
         return 8 // (cols * rows), rows, cols
+
+    @property
+    def positions(self) -> int:
+        """The positions of the tile; some may be outside of the map."""
+        return self.images * self.rows * self.cols
 
     @property
     def warps_n(self) -> int:
@@ -110,7 +121,8 @@ class Tile:
         return self.warp_m_tiles * self.warp_images * self.warp_rows * self.warp_cols
 
     def __str__(self) -> str:
-        text = f"{self.block_m} x {self.images}x{self.rows}x{self.cols} positions, {self.threads // 32} warps"
+        positions = f"{self.positions}" if self.dense else f"{self.images}x{self.rows}x{self.cols}"
+        text = f"{self.block_m} x {positions} positions, {self.threads // 32} warps"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -219,22 +231,15 @@ class TileProblem:
     def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The smallest and the largest distance from a position to the input pixel that a tap reads, along each
         axis."""
-        bounds = []
-        for axis in (0, 1):
-            kernel, stride = self.geometry.kernel[axis], self.geometry.stride[axis]
-            padding, dilation = self.geometry.padding[axis], self.geometry.dilation[axis]
-            shifts = [
-                ((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)
-            ]
-            bounds.append((min(shifts), max(shifts)))
+        (kernel_h, kernel_w), (stride_h, stride_w) = self.geometry.kernel, self.geometry.stride
+        (padding_h, padding_w), (dilation_h, dilation_w) = self.geometry.padding, self.geometry.dilation
+        of_cols = _shift_bounds(kernel_w, stride_w, padding_w, dilation_w)
         if self.stack > 1:
-            kernel, stride, padding = (
-                self.geometry.kernel[0],
-                self.geometry.stride[0],
-                self.geometry.padding[0],
+            return (
+                (-((kernel_h - 1 - padding_h) // stride_h), (self.stack - 1 + padding_h) // stride_h),
+                of_cols,
             )
-            bounds[0] = (-((kernel - 1 - padding) // stride), (self.stack - 1 + padding) // stride)
-        return bounds[0], bounds[1]
+        return _shift_bounds(kernel_h, stride_h, padding_h, dilation_h), of_cols
 
     @property
     def flat(self) -> bool:
@@ -293,22 +298,36 @@ def has_stride_of_one_pixel(geometry: Geometry) -> bool:
     return plain and geometry.kernel != geometry.stride and begins
 
 
+@lru_cache(maxsize=1024)
+def _shift_bounds(kernel: int, stride: int, padding: int, dilation: int) -> tuple[int, int]:
+    """Returns ``TileProblem.shifts`` along one axis."""
+    shifts = [((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)]
+    return min(shifts), max(shifts)
+
+
 def group_taps(problem: TileProblem) -> list[int]:
     """Returns the number of taps of each phase group."""
-    counts = []
-    for axis in (0, 1):
-        if axis == 0 and problem.stack > 1:
-            min_shift, max_shift = problem.shifts[0]
-            counts.append([max_shift - min_shift + 1])
-            continue
-        kernel, stride = problem.geometry.kernel[axis], problem.geometry.stride[axis]
-        padding, dilation = problem.geometry.padding[axis], problem.geometry.dilation[axis]
-        phases = problem.phases[axis]
-        count = [0] * (stride // phases)
-        for k in range(kernel):
-            count[(k * dilation - padding) % stride // phases] += 1
-        counts.append(count)
-    return [rows * cols for rows in counts[0] for cols in counts[1]]
+    geometry, (phases_h, phases_w) = problem.geometry, problem.phases
+    taps_w = _axis_taps(
+        geometry.kernel[1], geometry.stride[1], geometry.padding[1], geometry.dilation[1], phases_w
+    )
+    if problem.stack > 1:
+        min_shift, max_shift = problem.shifts[0]
+        taps_h: tuple[int, ...] = (max_shift - min_shift + 1,)
+    else:
+        taps_h = _axis_taps(
+            geometry.kernel[0], geometry.stride[0], geometry.padding[0], geometry.dilation[0], phases_h
+        )
+    return [rows * cols for rows in taps_h for cols in taps_w]
+
+
+@lru_cache(maxsize=1024)
+def _axis_taps(kernel: int, stride: int, padding: int, dilation: int, phases: int) -> tuple[int, ...]:
+    """Returns the number of taps along one axis of each group of ``phases``."""
+    count = [0] * (stride // phases)
+    for k in range(kernel):
+        count[(k * dilation - padding) % stride // phases] += 1
+    return tuple(count)
 
 
 def supports_tma_weights(problem: TileProblem) -> bool:
@@ -322,10 +341,29 @@ def supports_tma_weights(problem: TileProblem) -> bool:
     )
 
 
+def dense_map(problem: TileProblem) -> Pair:
+    """Returns the rows and columns of places of an image of dense tiles. Place ``p`` along an axis is pixel ``p`` plus
+    the smallest shift. The last places of a row are shared with the first of the next row where both are outside of
+    the input."""
+    places = []
+    sizes = (problem.geometry.height, problem.geometry.width)
+    for pixels, positions, (least, most) in zip(sizes, problem.positions, problem.shifts, strict=True):
+        places.append(min(positions + most - least, max(positions, pixels - least, positions + most)))
+    return places[0], places[1]
+
+
+def dense_count(problem: TileProblem) -> int:
+    """Returns how many places there are from the first position to the last."""
+    (rows, cols), (positions_h, positions_w) = dense_map(problem), problem.positions
+    return (problem.geometry.batch * rows - rows + positions_h - 1) * cols + positions_w
+
+
 def block_count(problem: TileProblem, tile: Tile) -> int:
     """Returns the number of work tiles of the problem, those of all channels, groups, phases and splits."""
     geometry, (positions_h, positions_w) = problem.geometry, problem.positions
-    if problem.flat:
+    if tile.dense:
+        tiles = ceil_div(dense_count(problem), tile.positions)
+    elif problem.flat:
         tiles = ceil_div(geometry.batch * positions_h * positions_w, tile.cols)
     else:
         tiles = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math as mathematics
 
 from tconv_swap.kernels.common.hardware import MAX_BOX
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, group_taps
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map, group_taps
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
@@ -71,7 +71,9 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
         image_pitch = shifts * halo_h * tile.cols
     pixels = tile.images * image_pitch
     if tile.tma:
-        if narrow:
+        if tile.shaped_pixels:
+            pixels = tile.shaped_pixels
+        elif narrow:
             pixels = shifts * round_up(tile.images * halo_h * tile.cols, 8)
         input_words = round_up(pixels * tile.chunk_words, TMA_STAGE_WORDS)
     elif tile.wgmma:
@@ -135,6 +137,29 @@ def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     min_shift, max_shift = problem.shifts[1]
     cols = tile.cols if tile.cols < 8 else tile.cols + max_shift - min_shift
     return cols, _halo_rows(problem, tile), tile.images
+
+
+def box_pixels(problem: TileProblem, tile: Tile) -> int:
+    """Returns how many pixels a stage of a shaped tile is loaded with."""
+    return pixels_of_tile(problem, tile, dense_map(problem)[1])
+
+
+def pixels_of_tile(problem: TileProblem, tile: Tile, pitch: int) -> int:
+    """Returns the pixels that the taps of a tile read; those of dense positions in a map of ``pitch`` columns."""
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    if tile.dense:
+        return tile.positions + (most_h - least_h) * pitch + most_w - least_w
+    return tile.images * (tile.rows + most_h - least_h) * (tile.cols + most_w - least_w)
+
+
+def loaded_pixels(problem: TileProblem, tile: Tile) -> int:
+    """Returns how many pixels the copy engine loads a stage of a map that is not flat with: narrow maps once for each
+    shift."""
+    if tile.shaped_pixels:
+        return box_pixels(problem, tile)
+    cols, rows, images = box_shape(problem, tile)
+    least, most = problem.shifts[1]
+    return cols * rows * images * (most - least + 1 if tile.cols < 8 else 1)
 
 
 def producer_registers(problem: TileProblem, tile: Tile) -> int:

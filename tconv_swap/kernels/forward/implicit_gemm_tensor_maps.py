@@ -4,7 +4,8 @@ forward/implicit_gemm_tma_nchw.cu multiply. Pure functions of data."""
 from __future__ import annotations
 
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, group_taps
-from tconv_swap.kernels.forward.implicit_gemm_memory import box_shape, nchw_box
+from tconv_swap.kernels.forward.implicit_gemm_memory import box_pixels, box_shape, nchw_box
+from tconv_swap.kernels.forward.implicit_gemm_shape import dense_corners
 from tconv_swap.runtime.program import Argument, ElementKind, TensorMap, input_
 
 #: Pixels of a row of a box that the multiplier reads as a pixel-major operand: 128 bytes of 16 bits, its widest
@@ -26,6 +27,18 @@ def input_map(problem: TileProblem, tile: Tile, source: Argument) -> TensorMap:
         strides: tuple[int, ...] = (image * item, geometry.in_channels * image * item)
         return TensorMap(
             source, _element(problem), sizes, strides, (_PIXEL_MAJOR_PIXELS, chunk, 1), (1, 1, 1)
+        )
+    if tile.dense:
+        row = geometry.width * pixel
+        return TensorMap(
+            source,
+            _element(problem),
+            (geometry.in_channels, geometry.width, geometry.height, geometry.batch),
+            (pixel, row, geometry.height * row),
+            (chunk, box_pixels(problem, tile)),
+            (1, 1, 1, 1),
+            swizzle_bytes=4 * tile.chunk_words,
+            corners=dense_corners(problem),
         )
     cols, rows, images = box_shape(problem, tile)
     if problem.flat:

@@ -20,6 +20,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     group_taps,
     supports_tma_weights,
 )
+from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, can_be_shaped, shaped
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -71,11 +72,20 @@ def tma_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
                 if fragments < 4 or multiplied < 4:
                     continue
                 tile = Tile(4 * groups_m, 1, *shape, 8, 2, blocks, wgmma=True, tma=True)
-                for fitted in fit_rows(variant, tile):
+                for fitted in _in_shape(variant, tile, device):
                     deep = deepest_stages(variant, fitted, device)
                     if deep is not None:
                         found.append((variant, deep))
     return sorted(found, key=lambda entry: entry[1].splits)
+
+
+def _in_shape(problem: TileProblem, tile: Tile, device: Device) -> Iterator[Tile]:
+    """Yields the tile in the shape that fits the map best, if its kernel takes the shape at its launch; otherwise with
+    the rows that fit the map."""
+    if can_be_shaped(problem, tile):
+        yield best_shape(problem, shaped(problem, tile), device.multiprocessors)
+    else:
+        yield from fit_rows(problem, tile)
 
 
 def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
@@ -112,18 +122,22 @@ def deepest_stages(problem: TileProblem, tile: Tile, device: Device) -> Tile | N
     return next((deep for deep in split if fits_device(problem, deep, device)), None)
 
 
+def _loads_own_weights(problem: TileProblem) -> bool:
+    """Returns whether the copy engine should load the weights in their own layout: the rows of a multiply are channels
+    in their order then, whose sums are stored slower, but nothing is packed."""
+    geometry = problem.geometry
+    weights = geometry.in_channels_per_group * geometry.out_channels * geometry.taps
+    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    return supports_tma_weights(problem) and MIN_OUTPUTS_PER_PACKED_WEIGHT * weights >= outputs
+
+
 def _tma_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Iterator[Tile]:
     """Yields the tile with the stages of weights and input that are worth measuring, those that take most memory
     first."""
     geometry = problem.geometry
-    out_channels, in_channels = geometry.out_channels_per_group, geometry.in_channels_per_group
-    weights = in_channels * geometry.out_channels * geometry.kernel[0] * geometry.kernel[1]
-    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    # With weights in their own layout the rows of a multiply are channels in their order, whose sums are stored
-    # slower.
-    tma_weights = supports_tma_weights(problem) and MIN_OUTPUTS_PER_PACKED_WEIGHT * weights >= outputs
+    tma_weights = _loads_own_weights(problem)
     tiles = block_count(problem, tile)
-    m_blocks = ceil_div(out_channels, problem.block_channels(tile))
+    m_blocks = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
     one_weight = m_blocks * geometry.groups * len(group_taps(problem)) == 1
     many_tiles = tiles >= 2 * multiprocessors * tile.blocks_per_multiprocessor
     # Narrow maps are loaded once for each shift: longer chunks with fewer stages were faster.

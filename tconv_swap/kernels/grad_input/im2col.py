@@ -11,7 +11,7 @@ from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
 from tconv_swap.kernels.common.ranked import Ranked
-from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, tile_count_sizes
+from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, map_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
@@ -93,7 +93,10 @@ def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132)
         ),
         shared_bytes=grad_input_im2col_tile.shared_bytes(layer, tile),
         tensor_maps=(_grad_output_map(problem, tile, grad_output), _weight_map(problem, tile)),
-        structs=(tile_count_sizes(problem, counts, tile.splits), _shape_words(layer, tile.kernel, shape)),
+        structs=(
+            map_sizes(problem.geometry, problem.positions, counts, tile.splits),
+            _shape_words(layer, tile.kernel, shape),
+        ),
     )
     launches = [main]
     if not aligned(problem):

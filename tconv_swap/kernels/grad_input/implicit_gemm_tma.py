@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
 from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
-from tconv_swap.kernels.common.sizes import tile_count_sizes
+from tconv_swap.kernels.common.sizes import map_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
@@ -98,7 +98,13 @@ def lower(
             _weight_map(problem, tile, weight),
         ),
         structs=(
-            tile_count_sizes(problem, grad_input_tma_shape.tile_counts(problem, tile), tile.splits),
+            map_sizes(
+                problem.geometry,
+                problem.positions,
+                grad_input_tma_shape.tile_counts(problem, tile),
+                tile.splits,
+                grad_input_tma_shape.counted_map(problem, tile),
+            ),
             grad_input_tma_shape.shape_words(problem, tile),
         ),
     )
@@ -145,7 +151,6 @@ def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(layer, split),
         ("OUTPUT_CHANNELS_LAST", layer.output_channels_last),
-        ("FLAT", tile.flat),
         ("DENSE", tile.dense),
         ("NARROW", tile.narrow),
         ("M_TILES", tile.m_tiles),
@@ -172,10 +177,19 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
     geometry = problem.geometry
     pixel = geometry.in_channels * problem.item
     images, rows = geometry.batch, geometry.height
-    if tile.flat:
-        images, rows = 1, images * rows
-    box_h, box_w = grad_input_tma_shape.box_size(problem, tile)
     step_h, step_w = problem.step
+    if tile.dense:
+        return TensorMap(
+            base,
+            TF32_ELEMENT_KINDS[problem.dtype],
+            (geometry.in_channels, geometry.width, rows, images),
+            (pixel, geometry.width * pixel, rows * geometry.width * pixel),
+            (grad_input_tma_shape.ROW_BYTES // problem.item, grad_input_tma_shape.box_pixels(problem, tile)),
+            (1, step_w, step_h, 1),
+            fetched_bytes=grad_input_tma_tile.fetched_bytes(problem),
+            corners=grad_input_tma_shape.dense_corners(problem),
+        )
+    box_h, box_w = grad_input_tma_shape.box_size(problem, tile)
     if tile.phase_dimension:
         return TensorMap(
             base,

@@ -71,8 +71,6 @@ def in_best_shape(kernel: Kernel, problem: StridedProblem, device: Device) -> Tm
         geometry.batch,
         ceil_div(geometry.out_channels_per_group, first.channels) * geometry.groups,
     )
-    if first.flat:
-        batch, rows = 1, batch * rows
     best, found = (math.inf, math.inf), first
     for one_tile, tile in kernel:
         count = ceil_div(batch, tile.images) * ceil_div(rows, tile.rows) * ceil_div(cols, tile.cols)
@@ -109,7 +107,7 @@ def _ping_pong_pays(problem: StridedProblem, tile: TmaTile, device: Device) -> b
     work_tiles = work_count(problem, tile)
     waves = ceil_div(work_tiles, device.multiprocessors)
     batch, (rows, cols) = problem.geometry.batch, problem.positions
-    if not tile.flat and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
+    if not tile.dense and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
         return False
     channels = problem.geometry.out_channels_per_group
     if round_up(channels, tile.channels) > 1.25 * channels:
@@ -134,7 +132,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Kernel, ...]:
     always = [
         kernel
         for kernel in times
-        if not (kernel[0][1].flat or kernel[0][1].phase_dimension)
+        if not (kernel[0][1].dense or kernel[0][1].phase_dimension)
         and (kernel[0][1].splits == 1 or layer.one_pixel)
     ]
     return select_covering(times, weights, always, share_of_tma(layer, device))

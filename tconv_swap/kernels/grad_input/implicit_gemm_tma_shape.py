@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
 
+from tconv_swap.kernels.common.hardware import MAX_PIXELS
 from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.runtime.integers import ceil_div
@@ -16,10 +16,8 @@ from tconv_swap.runtime.integers import ceil_div
 ROW_BYTES = 128
 #: Columns of a tile of narrow maps, which have fewer columns than the 8 positions of a group.
 NARROW_COLS = 4
-#: Columns of the widest map of a dense tile: whole rows of a wider one are much more than the tile.
-DENSE_COLS = 32
-#: Columns of the tiles of flat maps.
-FLAT_COLS = (8, 16, 32, 64, 128)
+#: Columns of the widest map of a dense tile whose taps overlap: its stages have room for the rows that taps reach.
+DENSE_COLS = 64
 #: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
 #: is padding.
 MIN_CHANNELS = 32
@@ -32,9 +30,8 @@ class TmaTile:
     """The tile of a block, in positions, which are pixels of grad_input. A multiply is 64 positions, 8 groups of 8.
 
     The first six fields are its shape, an argument of the launch: ``groups_along`` and ``multiplies_along`` say along
-    which axis of the map ("h", "w", or images "n") groups and multiplies follow each other; "" with a flat map. The
-    others belong to the kernel. ``dense`` (flat, too): the tile is so many positions in a row, wherever they begin, of
-    maps of at most ``cols`` columns.
+    which axis of the map ("h", "w", or images "n") groups and multiplies follow each other; "" if ``dense``. The
+    others belong to the kernel. ``dense``: the tile is so many positions in a row, wherever they begin.
     """
 
     #: The positions of all warpgroups of a consumer. A kernel has narrow tiles (fewer than 8 columns), or others, or
@@ -49,8 +46,6 @@ class TmaTile:
     m_tiles: int
     warpgroups: int
     channels: int
-    #: The kernel lies within the stride, and the rows of all images are equally far apart: they are rows of one map.
-    flat: bool = False
     #: The most pixels of a box: a stage of the input has room for them.
     box_pixels: int = 0
     input_stages: int = 2
@@ -102,49 +97,73 @@ def narrow_alike(problem: StridedProblem) -> bool:
 
 
 def box_size(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
-    """Returns the rows and columns of pixels of one phase of grad_output that a tile reads."""
-    if tile.dense:
-        width = problem.positions[1]
-        return _dense_rows(tile, width), width
+    """Returns the rows and columns of pixels of one phase of grad_output that a tile that is not dense reads."""
     shift_h, shift_w = problem.max_shift
     return tile.rows + shift_h, tile.cols + (0 if tile.narrow else shift_w)
 
 
-def _dense_rows(tile: TmaTile, width: int) -> int:
-    """Returns how many rows of a map hold a dense tile, wherever it begins."""
-    return ceil_div(width - gcd(tile.positions, width) + tile.positions, width)
+def dense_map(problem: StridedProblem) -> tuple[int, int]:
+    """Returns the rows and columns of a map of dense tiles: each pixel that a tap of a position reads has a place of
+    its own, so that a tap is the same distance for all positions. The last places of a row are no positions."""
+    (rows, cols), (shift_h, shift_w) = problem.positions, problem.max_shift
+    return rows + shift_h, cols + shift_w
+
+
+def dense_corners(problem: StridedProblem) -> tuple[int, int, int, int]:
+    """Returns the corners of the map of dense tiles, as ``TensorMap`` has them: those of the pixels of the first
+    phase."""
+    geometry, (rows, cols) = problem.geometry, dense_map(problem)
+    (pad_h, pad_w), (step_h, step_w) = geometry.padding, problem.step
+    last_w, last_h = (
+        (cols - 1) * step_w - pad_w + 1 - geometry.width,
+        (rows - 1) * step_h - pad_h + 1 - geometry.height,
+    )
+    return -pad_w, -pad_h, last_w, last_h
 
 
 def box_pixels(problem: StridedProblem, tile: TmaTile) -> int:
     """Returns the pixels of a box of grad_output."""
+    if tile.dense:
+        return tile.positions + _dense_reach(problem, dense_map(problem)[1])
     box_h, box_w = box_size(problem, tile)
     return tile.images * box_h * box_w
 
 
-def max_dense_pixels(tile: TmaTile) -> int:
+def max_dense_pixels(problem: StridedProblem, tile: TmaTile) -> int:
     """Returns the most pixels of a box of a dense tile, over all maps that it takes."""
-    return max(width * _dense_rows(tile, width) for width in range(1, tile.cols + 1))
+    return min(MAX_PIXELS, tile.positions + _dense_reach(problem, DENSE_COLS + problem.max_shift[1]))
+
+
+def _dense_reach(problem: StridedProblem, pitch: int) -> int:
+    """Returns how many pixels further the last tap of a position is than the first, in rows of ``pitch`` pixels."""
+    shift_h, shift_w = problem.max_shift
+    return shift_h * pitch + shift_w
 
 
 def tile_counts(problem: StridedProblem, tile: TmaTile) -> tuple[int, int, int]:
     """Returns how many tiles there are along the images, the rows and the columns."""
     batch, (positions_h, positions_w) = problem.geometry.batch, problem.positions
     if tile.dense:
-        return 1, 1, ceil_div(batch * positions_h * positions_w, tile.positions)
-    if tile.flat:
-        batch, positions_h = 1, batch * positions_h
+        rows, cols = dense_map(problem)
+        places = batch * rows * cols - _dense_reach(problem, cols)
+        return 1, 1, ceil_div(places, tile.positions)
     return ceil_div(batch, tile.images), ceil_div(positions_h, tile.rows), ceil_div(positions_w, tile.cols)
+
+
+def counted_map(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
+    """Returns the rows and columns of the map that the tiles divide."""
+    return dense_map(problem) if tile.dense else problem.positions
 
 
 def shape_words(problem: StridedProblem, tile: TmaTile) -> Words:
     """Returns ``BoxTileShape`` of csrc/kernels/common/sizes.cuh."""
-    box_h, box_w = box_size(problem, tile)
+    box_h, box_w = (1, dense_map(problem)[1]) if tile.dense else box_size(problem, tile)
     along_rows = tile.warpgroups_h == tile.warpgroups
     own_rows = tile.rows // tile.warpgroups_h
     own_images = tile.images * tile.warpgroups_h // tile.warpgroups
     image_step, row_step = (0, own_rows) if along_rows else (own_images, 0)
     distances: tuple[Words, ...] = ((8, 64),) * 2
-    if not tile.flat:
+    if not tile.dense:
         distances = _distances(tile, own_rows, tile.cols), _distances(tile, box_h, box_w)
     return (
         *(tile.images, tile.rows, tile.cols.bit_length() - 1),
@@ -164,18 +183,8 @@ def _distances(tile: TmaTile, height: int, width: int) -> Words:
 
 
 def dense_shape(warpgroups: int, m_tiles: int) -> TmaTile:
-    """Returns the tile of this many positions in a row of a flat map."""
-    return TmaTile(1, 1, DENSE_COLS, "", "", warpgroups, m_tiles, warpgroups, 0, flat=True, dense=True)
-
-
-def flat_shapes(warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
-    """Yields tiles of rows of flat maps, whose images are one map."""
-    own = 64 * m_tiles
-    for cols in FLAT_COLS:
-        if cols <= own:
-            yield TmaTile(
-                1, own // cols * warpgroups, cols, "", "", warpgroups, m_tiles, warpgroups, 0, flat=True
-            )
+    """Returns the tile of this many positions in a row."""
+    return TmaTile(1, 1, 8, "", "", warpgroups, m_tiles, warpgroups, 0, dense=True)
 
 
 def mapped_shapes(warpgroups: int, m_tiles: int, width: int) -> Iterator[TmaTile]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_CORNER, MAX_STEP
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import (
     NARROW_COLS,
@@ -14,8 +14,8 @@ from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import (
     TmaTile,
     box_pixels,
     box_size,
+    dense_corners,
     dense_shape,
-    flat_shapes,
     mapped_shapes,
     max_dense_pixels,
     narrow_alike,
@@ -40,11 +40,6 @@ STORE_BYTES = 14
 #: Bytes of partial sums that are written and read in a clock, most of them in the L2, and clocks that a launch takes.
 PARTIAL_SUM_BYTES = 4600
 LAUNCH_CLOCKS = 5000
-
-
-def can_be_flat(problem: StridedProblem) -> bool:
-    """Returns whether the rows of all images are as far apart as those of one image, and no tap is shifted."""
-    return problem.flat and problem.geometry.height == problem.positions[0] * problem.step[0]
 
 
 def fetched_bytes(problem: StridedProblem) -> int:
@@ -123,18 +118,26 @@ def clocks(problem: StridedProblem, tile: TmaTile, multiprocessors: int) -> floa
 
 def legal(problem: StridedProblem, tile: TmaTile) -> bool:
     """Returns whether the kernel computes this size correctly."""
-    if tile.flat and not can_be_flat(problem):
-        return False
-    if tile.dense and problem.positions[1] > tile.cols:
+    if tile.dense and not _is_dense(problem, tile):
         return False
     if tile.splits > 1 and (problem.geometry.groups > 1 or tile.splits > chunks(problem)):
         return False
     return not tile.phase_dimension or may_have_phase_dimension(problem, tile)
 
 
+def _is_dense(problem: StridedProblem, tile: TmaTile) -> bool:
+    """Returns whether a stage has room for the pixels of a dense tile of this size, and the copy engine takes the
+    corners of its map."""
+    corners = dense_corners(problem)
+    return (
+        box_pixels(problem, tile) <= tile.box_pixels
+        and -MAX_CORNER <= min(corners) <= max(corners) < MAX_CORNER
+    )
+
+
 def may_have_phase_dimension(problem: StridedProblem, tile: TmaTile) -> bool:
     """Returns whether grad_output's columns are whole strides, and the tile reads boxes of one phase of them."""
-    return not (tile.narrow or tile.flat) and has_whole_strides(problem)
+    return not (tile.narrow or tile.dense) and has_whole_strides(problem)
 
 
 def has_whole_strides(problem: StridedProblem) -> bool:
@@ -180,13 +183,10 @@ def shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
 
 def _all_shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
     """Returns the shapes whose boxes TMA can load."""
-    if tile.flat:
-        of = list(flat_shapes(tile.warpgroups, tile.m_tiles))
-    else:
-        widths = [NARROW_COLS] if tile.narrow else [8]
-        if narrow_alike(problem) and not tile.phase_dimension:
-            widths = [8, NARROW_COLS]
-        of = [one for width in widths for one in mapped_shapes(tile.warpgroups, tile.m_tiles, width)]
+    widths = [NARROW_COLS] if tile.narrow else [8]
+    if narrow_alike(problem) and not tile.phase_dimension:
+        widths = [8, NARROW_COLS]
+    of = [one for width in widths for one in mapped_shapes(tile.warpgroups, tile.m_tiles, width)]
     return [one for one in of if _is_loaded(problem, one, tile.phase_dimension)]
 
 
@@ -217,11 +217,11 @@ def _kernels(problem: StridedProblem) -> Iterator[TmaTile]:
 
 
 def _kinds(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
-    """Yields a tile of each kind of box: dense, of flat maps, of maps, of narrow maps if they differ, and of maps whose
+    """Yields a tile of each kind of box: dense, of maps, of narrow maps if they differ, and of maps whose
     phases of columns are a dimension, where boxes would have too many columns otherwise."""
-    if problem.flat and problem.step[1] <= MAX_STEP:
+    group_bytes = problem.geometry.in_channels_per_group * problem.item
+    if problem.step[1] <= MAX_STEP and (problem.geometry.groups == 1 or group_bytes % ROW_BYTES == 0):
         yield dense_shape(warpgroups, m_tiles)
-        yield next(flat_shapes(warpgroups, m_tiles))
     for width in (8,) if narrow_alike(problem) else (8, NARROW_COLS):
         of_width = list(mapped_shapes(warpgroups, m_tiles, width))
         if any(_is_loaded(problem, one, False) for one in of_width):
@@ -238,7 +238,7 @@ def _with_stages(problem: StridedProblem, tile: TmaTile, device: Device) -> TmaT
     """Returns the tile with the stages that hold the most taps, and with room in each for the boxes of the kernel's
     shapes; or None if two of each stage do not fit."""
     if tile.dense:
-        boxes = [max_dense_pixels(tile)]
+        boxes = [max_dense_pixels(problem, tile)]
     else:
         boxes = sorted(box_pixels(problem, one) for one in _all_shapes(problem, tile))
     staged = [(_stages(problem, replace(tile, box_pixels=pixels), device), pixels) for pixels in boxes]

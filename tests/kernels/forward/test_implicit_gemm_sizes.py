@@ -109,14 +109,14 @@ def positions_of(
 ) -> Iterator[tuple[int, int, int]]:
     """Yields image, row and column of the positions of a tile, as tile_origin and position_at of common/tile_shape.cuh
     compute them."""
-    if problem.flat:
-        for w in range(tile.cols):
-            position = index * tile.cols + w
+    if problem.flat or tile.dense:
+        for position in range(index * tile.positions, (index + 1) * tile.positions):
             image = quotient(passed.image_positions, position)
-            pixel = position - image * passed.image_positions[0]
-            row = quotient(passed.row_positions, pixel)
-            if image < passed.batch:
-                yield image, row, pixel - row * passed.row_positions[0]
+            in_image = position - image * passed.image_positions[0]
+            row = quotient(passed.row_positions, in_image)
+            col = in_image - row * passed.row_positions[0]
+            if image < passed.batch and row < passed.positions_h and col < passed.positions_w:
+                yield image, row, col
         return
     images = quotient(passed.image_tiles, index)
     in_image = index - images * passed.image_tiles[0]

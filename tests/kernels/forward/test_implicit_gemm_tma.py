@@ -15,6 +15,7 @@ from implicit_gemm_tma_cases import H200, pixel_case, random_case, row_case, sta
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_PIXELS
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.runtime import jit
@@ -32,9 +33,10 @@ def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
         forward = next(one for one in made.launches if one.kernel.entry == "forward_implicit_gemm_tma")
         assert tile.blocks_per_multiprocessor * (forward.shared_bytes + 1024) <= 228 << 10
         for box in forward.tensor_maps:
-            assert len(box.sizes) == len(box.box) == len(box.strides) + 1
+            assert len(box.sizes) == len(box.steps) == len(box.strides) + 1
+            assert len(box.box) == (2 if box.corners else len(box.sizes))
             assert box.box[0] * dtype.itemsize <= box.swizzle_bytes
-            assert max(box.box) <= 256
+            assert max(box.box) <= (MAX_PIXELS if box.corners else MAX_BOX)
             assert all(stride % 16 == 0 for stride in box.strides)
             assert [one for one in forward.arguments if one.kind is ArgumentKind.TENSOR_MAP]
 
@@ -52,7 +54,13 @@ def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
 def test_tiles_with_partial_sums_fit_too(geometry: Geometry, channels_last: bool) -> None:
     """In NCHW and 16 bits a warp collects partial sums in twice the memory that it collects outputs in."""
     posed = plan.Problem(geometry, torch.float16, "ieee", channels_last, channels_last)
-    plans = plan.forward_candidates(posed, True, H200, 8)
+    plans = [
+        made
+        for batch in (1, geometry.batch)
+        for made in plan.forward_candidates(
+            replace(posed, geometry=replace(geometry, batch=batch)), True, H200, 8
+        )
+    ]
     assert any("splits" in made.why for made in plans)
     for made in plans:
         assert max(one.shared_bytes for one in made.launches) <= H200.shared_memory_per_block

@@ -1,0 +1,131 @@
+"""The shapes of the tiles of csrc/kernels/forward/implicit_gemm_tma.cu that a kernel takes at its launch, and which of
+them fits a size. csrc/kernels/common/sizes.cuh has the same words. Pure functions of data.
+
+A warpgroup multiplies rows of 8 positions, one below the other. Two warpgroups lie side by side, one below the other,
+or in images of their own; or all positions of the tile are a row, wherever they begin (dense)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from tconv_swap.kernels.common.hardware import MAX_CORNER, MAX_PIXELS
+from tconv_swap.kernels.common.sizes import Words
+from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    Tile,
+    TileProblem,
+    block_count,
+    dense_count,
+    dense_map,
+)
+from tconv_swap.kernels.forward.implicit_gemm_memory import box_pixels, pixels_of_tile
+from tconv_swap.runtime.integers import INT32_LIMIT
+
+#: Columns of the widest map of a dense tile: its stages have room for the rows that its taps reach.
+DENSE_COLS = 64
+#: The ratio of the expected clocks of parts of the map that are expected to be nearly as fast.
+NEARLY = 1.05
+#: Bytes of a chunk of channels, which is 16 words at most.
+MAX_CHUNK_BYTES = 64
+
+
+def can_be_shaped(problem: TileProblem, tile: Tile) -> bool:
+    """Returns whether a kernel takes the shape of such a tile at its launch."""
+    return (
+        tile.tma
+        and problem.input_channels_last
+        and problem.output_channels_last
+        and max(problem.geometry.stride) > 1
+        and problem.stack == 1
+        and not problem.flat
+        and tile.cols >= 8
+        and tile.warp_images == tile.warp_cols == 1
+    )
+
+
+def of_any_shape(tile: Tile) -> Tile:
+    """Returns a tile that is the same for all shapes that a kernel computes."""
+    if not tile.shaped_pixels:
+        return tile
+    return replace(tile, images=tile.warps_n, rows=tile.warp_rows, cols=8, dense=False)
+
+
+def shaped(problem: TileProblem, tile: Tile) -> Tile:
+    """Returns the tile with room in a stage for the pixels of each of its shapes."""
+    _, (least, most) = problem.shifts
+    pixels = [pixels_of_tile(problem, one, DENSE_COLS + most - least) for one in shapes(problem, tile)]
+    return replace(tile, shaped_pixels=max(pixels))
+
+
+def shapes(problem: TileProblem, tile: Tile) -> list[Tile]:
+    """Returns the tile in each shape of its kernel."""
+    # A chunk of a dense tile may not have channels of two groups.
+    group_bytes = problem.geometry.in_channels_per_group * problem.item
+    may_be_dense = problem.geometry.groups == 1 or group_bytes % MAX_CHUNK_BYTES == 0
+    return list(_shapes(of_any_shape(tile), may_be_dense))
+
+
+@lru_cache(maxsize=1024)
+def _shapes(tile: Tile, may_be_dense: bool) -> tuple[Tile, ...]:
+    groups, rows = tile.warps_n, tile.warp_rows
+    boxes = dict.fromkeys(((1, rows, 8 * groups), (1, rows * groups, 8), (groups, rows, 8)))
+    found = [
+        replace(tile, images=images, rows=height, cols=width, dense=False) for images, height, width in boxes
+    ]
+    return (*found, replace(found[-1], dense=True)) if may_be_dense else tuple(found)
+
+
+def legal(problem: TileProblem, tile: Tile) -> bool:
+    """Returns whether the kernel of a shaped tile computes this size in this shape."""
+    if not tile.dense:
+        return True
+    if box_pixels(problem, tile) > min(tile.shaped_pixels, MAX_PIXELS):
+        return False
+    geometry, corners = problem.geometry, dense_corners(problem)
+    places = dense_count(problem) + tile.positions
+    outputs = geometry.batch * geometry.out_height * geometry.out_width
+    return max(places, outputs) < INT32_LIMIT and -MAX_CORNER <= min(corners) <= max(corners) < MAX_CORNER
+
+
+def best_shape(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
+    """Returns a shaped tile in the shape that is expected to be the fastest. Of parts of the map that are nearly as
+    fast it is the one with the fewest tiles."""
+    clocks = {
+        one: expected_clocks(problem, one, multiprocessors)
+        for one in shapes(problem, tile)
+        if legal(problem, one)
+    }
+    parts = [one for one in clocks if not one.dense]
+    limit = NEARLY * min(clocks[one] for one in parts)
+    best = min(
+        (one for one in parts if clocks[one] <= limit),
+        key=lambda one: (block_count(problem, one), clocks[one]),
+    )
+    return min((best, *(one for one in clocks if one.dense)), key=clocks.__getitem__)
+
+
+def dense_corners(problem: TileProblem) -> tuple[int, int, int, int]:
+    """Returns the corners of the map of dense tiles, as ``TensorMap`` has them."""
+    (rows, cols), ((least_h, _), (least_w, _)) = dense_map(problem), problem.shifts
+    return (
+        *(least_w, least_h),
+        *(cols + least_w - problem.geometry.width, rows + least_h - problem.geometry.height),
+    )
+
+
+def shape_words(problem: TileProblem, tile: Tile) -> Words:
+    """Returns ``TileShape`` of csrc/kernels/common/sizes.cuh."""
+    if tile.dense:
+        own, pitch = 8 * tile.warp_rows, dense_map(problem)[1]
+        return 1, 1, tile.positions, 1, 0, 0, own, own, 8, pitch, box_pixels(problem, tile)
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    height, width = tile.rows + most_h - least_h, tile.cols + most_w - least_w
+    several = tile.warps_n > 1
+    images = int(several and tile.images > 1)
+    rows = tile.warp_rows if several and tile.rows > tile.warp_rows else 0
+    cols = 8 if several and tile.cols > 8 else 0
+    return (
+        *(tile.images, tile.rows, tile.cols, 0, images, rows, cols),
+        *((images * height + rows) * width + cols, width, width, box_pixels(problem, tile)),
+    )

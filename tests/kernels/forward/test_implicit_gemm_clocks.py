@@ -1,0 +1,79 @@
+"""The clocks that rank the forward tiles of strided layers in channels_last, and the choice that follows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from implicit_gemm_tma_cases import H200
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
+from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, legal, shapes
+from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
+
+MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"))
+
+
+def posed(
+    batch: int, side: int, channels: tuple[int, int] = (256, 128), mode: tuple[torch.dtype, str] = MODES[0]
+) -> TileProblem:
+    geometry = Geometry(batch, channels[0], side, side, channels[1], (4, 4), (2, 2), (1, 1))
+    return make_problem(geometry, *mode, True, True, False)
+
+
+def shaped_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
+    return next(entry for entry in tma_tiles(problem, H200) if entry[1].shaped_pixels)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_round_more_takes_longer(mode: tuple[torch.dtype, str]) -> None:
+    """264 tiles are two rounds of 132 multiprocessors, 268 are three."""
+    found = {}
+    for batch in (33, 66, 67):
+        problem, tile = shaped_tile(posed(batch, 16, mode=mode))
+        tile = next(one for one in shapes(problem, tile) if (one.rows, one.cols, one.dense) == (8, 16, False))
+        tile = replace(tile, splits=1, tma_weights=False, stages=5)
+        found[batch] = expected_clocks(replace(problem, block_phases=(2, 2)), tile, 132)
+    assert block_count(replace(problem, block_phases=(2, 2)), tile) == 268
+    assert found[33] < found[66] < 0.8 * found[67]
+
+
+def test_the_best_shape_is_that_with_the_fewest_clocks_but_for_nearly_equal_parts() -> None:
+    for batch, side in ((256, 8), (164, 10), (84, 14), (41, 20), (16, 32), (4, 64), (1, 112)):
+        problem, tile = shaped_tile(posed(batch, side))
+        best = best_shape(problem, tile, 132)
+        others = [one for one in shapes(problem, tile) if legal(problem, one)]
+        fewest = min(expected_clocks(problem, one, 132) for one in others)
+        assert expected_clocks(problem, best, 132) <= 1.05 * fewest
+        if not best.dense:
+            assert block_count(problem, best) == min(
+                block_count(problem, one)
+                for one in others
+                if not one.dense and expected_clocks(problem, one, 132) <= 1.05 * fewest
+            )
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_size_takes_the_schedule_with_the_fewest_clocks(mode: tuple[torch.dtype, str]) -> None:
+    for channels in ((256, 128), (1024, 512), (64, 48)):
+        for batch, side in ((1, 4), (64, 4), (1024, 4), (1, 16), (256, 8), (41, 20), (16, 64)):
+            problem = posed(batch, side, channels, mode)
+            (chosen,) = forward_classes.choose(problem, H200)
+            of_layer = forward_classes.schedules(forward_classes.of_any_size(problem), H200)
+            for schedule, _ in of_layer:
+                if schedule.legal(problem):
+                    adapted = schedule.adapted(problem)
+                    tile = replace(schedule.in_shape(problem, H200), splits=1)
+                    if schedule.tile.splits == 1:
+                        assert expected_clocks(*chosen, 132) <= expected_clocks(adapted, tile, 132)
+
+
+def test_maps_of_4_columns_take_tiles_whose_blocks_share_the_weights() -> None:
+    """Tiles of half as many positions would load the weights twice (docs/kernels/forward/implicit_gemm_tma.md)."""
+    for mode in MODES:
+        ((_, tile),) = forward_classes.choose(posed(1024, 4, mode=mode), H200)
+        assert (tile.cols, tile.positions) == (4, 128)

@@ -1,0 +1,161 @@
+"""The shapes of the tiles of csrc/kernels/forward/implicit_gemm_tma.cu that a kernel takes at its launch: which pixels
+a tap reads in each of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from grad_input_cases import words_by_name
+from im2col_mode import loaded
+from implicit_gemm_tma_cases import H200, random_geometry
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import sizes
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
+from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
+
+
+def shaped_cases(seed: int, count: int) -> Iterator[tuple[TileProblem, Tile]]:
+    """Yields random problems, each with a shaped tile in each of its legal shapes."""
+    rng = random.Random(seed)
+    while count:
+        posed = make_problem(random_geometry(rng, 2), torch.float16, "ieee", True, True, False)
+        if not forward_implicit_gemm.supports(posed, H200):
+            continue
+        tiles = [entry for entry in tma_tiles(posed, H200) if entry[1].shaped_pixels]
+        if tiles:
+            count -= 1
+            problem, tile = rng.choice(tiles)
+            of_size = [
+                one for one in forward_shape.shapes(problem, tile) if forward_shape.legal(problem, one)
+            ]
+            assert tile in of_size
+            yield from ((problem, one) for one in of_size)
+
+
+def box_of(
+    problem: TileProblem, tile: Tile, x: np.ndarray, first: tuple[int, int, int]
+) -> tuple[np.ndarray, int]:
+    """Returns the pixels of a stage, one after the other, and the pixels from a row to the next."""
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    image, row, col = first
+    if tile.dense:
+        source = forward_implicit_gemm.lower(problem, tile, H200).launches[-1].tensor_maps[0]
+        n, h, w = loaded(source, (image, row + least_h, col + least_w))
+        pitch = dense_map(problem)[1]
+    else:
+        pitch = tile.cols + most_w - least_w
+        n, h, w = np.ogrid[: tile.images, : tile.rows + most_h - least_h, :pitch]
+        n, h, w = n + image, h + row + least_h, w + col + least_w
+    batch, height, width = x.shape
+    inside = (n < batch) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+    return np.where(
+        inside, x[n.clip(0, batch - 1), h.clip(0, height - 1), w.clip(0, width - 1)], 0
+    ).ravel(), pitch
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_tap_of_every_position_reads_its_pixel(seed: int) -> None:
+    for problem, tile in shaped_cases(seed, 6):
+        problem = replace(problem, geometry=replace(problem.geometry, batch=3))
+        if not forward_shape.legal(problem, tile):
+            continue
+        geometry, (rows, cols) = problem.geometry, problem.positions
+        x = np.random.default_rng(seed).standard_normal((3, geometry.height, geometry.width))
+        shape = words_by_name("TileShape", forward_shape.shape_words(problem, tile))
+        across, down = sizes.tile_counts(problem, tile)[2], sizes.tile_counts(problem, tile)[1]
+        (least_h, most_h), (least_w, most_w) = problem.shifts
+        map_rows, map_cols = dense_map(problem)
+        found = np.zeros((3, rows, cols), int)
+        for index in range(int(np.prod(sizes.tile_counts(problem, tile)))):
+            if tile.dense:
+                line, col = divmod(index * tile.positions, map_cols)
+                first = (*divmod(line, map_rows), col)
+            else:
+                image, in_image = divmod(index, down * across)
+                row, col = divmod(in_image, across)
+                first = (image * tile.images, row * tile.rows, col * tile.cols)
+            stage, pitch = box_of(problem, tile, x, first)
+            assert stage.size == shape["box_pixels"] <= tile.shaped_pixels
+            assert pitch == shape["row_pixels"]
+            for warpgroup in range(tile.warps_n):
+                for group in range(tile.warp_rows):
+                    for eight in range(8):
+                        pixel = warpgroup * shape["warpgroup_pixels"] + group * shape["group_pixels"] + eight
+                        if tile.dense:
+                            place = (
+                                index * tile.positions
+                                + warpgroup * shape["warpgroup_cols"]
+                                + group * 8
+                                + eight
+                            )
+                            line, w = divmod(place, map_cols)
+                            n, h = divmod(line, map_rows)
+                        else:
+                            n = first[0] + warpgroup * shape["warpgroup_images"]
+                            h = first[1] + warpgroup * shape["warpgroup_rows"] + group
+                            w = first[2] + warpgroup * shape["warpgroup_cols"] + eight
+                        if n >= 3 or h >= rows or w >= cols:
+                            continue
+                        found[n, h, w] += 1
+                        for dh in range(most_h - least_h + 1):
+                            for dw in range(most_w - least_w + 1):
+                                at_h, at_w = h + dh + least_h, w + dw + least_w
+                                inside = 0 <= at_h < geometry.height and 0 <= at_w < geometry.width
+                                wanted = x[n, at_h, at_w] if inside else 0
+                                assert stage[pixel + dh * shape["row_pixels"] + dw] == wanted
+        assert (found == 1).all(), f"{geometry} {tile}"
+
+
+def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
+    layer = Geometry(1, 256, 64, 64, 256, (4, 4), (2, 2), (1, 1))
+    kernels, shapes = set(), set()
+    for batch, side in ((4, 64), (256, 8), (164, 10), (84, 14), (5, 56), (2, 100)):
+        geometry = replace(layer, batch=batch, height=side, width=side)
+        posed = make_problem(geometry, torch.float32, "tf32", True, True, False)
+        ((problem, tile),) = forward_classes.choose(posed, H200)
+        kernels.add(forward_implicit_gemm.lower(problem, tile, H200).launches[-1].kernel)
+        shapes.add((tile.images, tile.rows, tile.cols, tile.dense))
+        assert tile.dense == (side in (10, 14, 56))
+    assert len(kernels) == 1
+    assert len(shapes) == 3
+
+
+def test_groups_that_share_a_chunk_have_no_dense_tile() -> None:
+    """A chunk in im2col mode would read the channels of the next group."""
+    for channels, dense in ((64, True), (40, False)):
+        geometry = Geometry(16, 2 * channels, 10, 10, 128, (4, 4), (2, 2), (1, 1), groups=2)
+        posed = make_problem(geometry, torch.float16, "ieee", True, True, False)
+        tiles = [tile for _, tile in tma_tiles(posed, H200) if tile.shaped_pixels]
+        assert tiles
+        assert {one.dense for tile in tiles for one in forward_shape.shapes(posed, tile)} == {
+            False,
+            dense,
+        } | {False}
+
+
+def test_inputs_in_nchw_and_stride_1_have_no_shaped_tiles() -> None:
+    for stride, nhwc_copy in (((1, 1), False), ((2, 2), True)):
+        posed = make_problem(
+            Geometry(16, 64, 20, 20, 64, (3, 3), stride, (1, 1)), torch.float16, "ieee", True, True, False
+        )
+        if nhwc_copy:
+            posed = replace(posed, nhwc_copy=True, output_channels_last=False)
+        assert not any(tile.shaped_pixels for _, tile in tma_tiles(posed, H200))
+
+
+def test_a_plan_names_dense_positions() -> None:
+    geometry = Geometry(164, 256, 10, 10, 256, (4, 4), (2, 2), (1, 1))
+    problem = plan.Problem(geometry, torch.float32, "tf32", True, True)
+    made = plan.plan_forward(problem, False, H200)
+    assert "64 x 128 positions" in made.why
+    assert made.launches[-1].tensor_maps[0].corners
