@@ -20,6 +20,7 @@ from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
 from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
+from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map, make_problem
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
 
@@ -159,3 +160,26 @@ def test_a_plan_names_dense_positions() -> None:
     made = plan.plan_forward(problem, False, H200)
     assert "64 x 128 positions" in made.why
     assert made.launches[-1].tensor_maps[0].corners
+
+
+def test_corners_of_more_than_a_byte_leave_parts_of_the_map() -> None:
+    """The taps of a kernel of 300 columns begin 149 pixels before a position."""
+    for columns, dense in ((200, True), (300, False)):
+        geometry = Geometry(16, 64, 1, 400, 64, (1, columns), (1, 2), (0, 0))
+        problem = make_problem(geometry, torch.float16, "ieee", True, True, False)
+        tile = Tile(4, 1, 2, 8, 8, 1, 8, 1, 8, 4, 1, wgmma=True, tma=True, shaped_pixels=1024)
+        found = [
+            one.dense for one in forward_shape.shapes(problem, tile) if forward_shape.legal(problem, one)
+        ]
+        assert (True in found) == dense
+
+
+def test_of_parts_in_one_round_that_with_the_fewest_tiles_is_taken() -> None:
+    """180 tiles of 1 x 8 x 16 positions of 12 maps load fewer pixels than 150 of 2 x 8 x 8, in as many rounds."""
+    geometry = Geometry(12, 256, 37, 37, 128, (4, 4), (2, 2), (1, 1))
+    problem = make_problem(geometry, torch.float16, "ieee", True, True, False)
+    tile = Tile(4, 1, 2, 8, 8, 1, 8, 1, 8, 5, 1, wgmma=True, tma=True, shaped_pixels=262)
+    wide, *_ = forward_shape.shapes(problem, tile)
+    best = forward_shape.best_shape(problem, tile, 132)
+    assert expected_clocks(problem, wide, 132) < expected_clocks(problem, best, 132)
+    assert (best.images, best.rows, best.cols, best.dense) == (2, 8, 8, False)

@@ -21,7 +21,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
 
@@ -340,6 +340,35 @@ def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
         assert multiplied <= 1.1 * batch * side * side
     assert len(kernels) <= 2
     assert len(shapes) > len(kernels)
+
+
+def test_dense_tiles_read_one_group_and_corners_of_a_byte() -> None:
+    def dense_kernels(geometry: Geometry) -> list[TmaTile]:
+        posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+        return [
+            tile
+            for tile in grad_input_tma_tile.tiles(posed, H200)
+            if tile.dense and grad_input_tma_tile.legal(posed, tile)
+        ]
+
+    of_groups = Geometry(16, 128, 14, 14, 128, (4, 4), (2, 2), (1, 1), groups=2)
+    assert dense_kernels(of_groups)
+    assert not dense_kernels(replace(of_groups, in_channels=96, out_channels=96))
+    assert not dense_kernels(replace(of_groups, groups=1, height=8, width=300)), (
+        "wider than a stage has room for"
+    )
+    of_padding = Geometry(4, 64, 1, 300, 64, (1, 4), (1, 2), (0, 1))
+    assert dense_kernels(of_padding)
+    assert not dense_kernels(replace(of_padding, padding=(0, 129)))
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4])
+def test_the_first_kernel_of_a_layer_computes_wide_maps(kernel: int) -> None:
+    geometry = Geometry(2, 256, 5, 600, 128, (kernel, kernel), (2, 2), (kernel // 2 - kernel % 2,) * 2)
+    for mode in MODES:
+        posed = as_convolution(plan.Problem(geometry, *mode, True, True))
+        first = grad_input_tma_choice.schedules(of_any_size(posed), H200)[0]
+        assert grad_input_tma_tile.legal(posed, grad_input_tma_choice.in_best_shape(first, posed, H200))
 
 
 def test_operands_may_be_in_the_workspace() -> None:
