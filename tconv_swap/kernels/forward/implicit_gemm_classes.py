@@ -2,7 +2,8 @@
 computes one size. Pure functions of data.
 
 A schedule is the tile that forward/implicit_gemm_choice.py chooses for the nominal size of its class. A size takes
-the schedule whose tiles cover its map with the fewest positions. A layer therefore has no more kernels than
+the schedule with the fewest expected clocks, if the layer has kernels that take the shape of a tile at the launch, and
+otherwise the one whose tiles cover its map with the fewest positions. A layer therefore has no more kernels than
 schedules.
 """
 
@@ -66,8 +67,8 @@ class Schedule:
     Attributes:
         problem: the layer with the nominal size of the class.
         whole_rows: whether the columns of a map have to divide ``WHOLE_ROW_POSITIONS``.
-        few: whether it is meant for sizes that leave multiprocessors idle with the other schedules.
-        handicap: what a position costs, relative to the first schedule.
+        few: whether it is meant for sizes that leave multiprocessors idle with the other schedules (by positions).
+        handicap: what a position costs, relative to the first schedule (by positions).
     """
 
     problem: TileProblem
