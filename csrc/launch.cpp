@@ -122,8 +122,8 @@ struct Operands {
 
 void encode(TensorMap* map, const TiledTensor& tensor, const Operands& operands) {
   constexpr int NO_INTERLEAVE = 0, ZEROS_OUTSIDE = 0;
-  if (!driver().tensor_map_encode_tiled)
-    throw std::runtime_error("the NVIDIA driver is too old, it lacks cuTensorMapEncodeTiled");
+  if (!driver().tensor_map_encode_tiled || !driver().tensor_map_encode_im2col)
+    throw std::runtime_error("the NVIDIA driver is too old, it lacks cuTensorMapEncodeTiled or cuTensorMapEncodeIm2col");
   void* base = static_cast<char*>(operands.pointer(tensor.base)) + tensor.offset;
   if (tensor.im2col) {
     check(driver().tensor_map_encode_im2col(map, tensor.element, tensor.dimensions, base, tensor.sizes, tensor.strides,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_count, dense_map
+from tconv_swap.kernels.common.dense_map import DenseMap
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
 Words = tuple[int, ...]
@@ -121,7 +122,7 @@ def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     all tiles along the columns."""
     batch, (rows, cols) = problem.geometry.batch, problem.positions
     if tile.dense:
-        return 1, 1, ceil_div(dense_count(problem), tile.positions)
+        return 1, 1, ceil_div(dense_map(problem).count(batch), tile.positions)
     if problem.flat:
         return 1, 1, ceil_div(batch * rows * cols, tile.cols)
     return ceil_div(batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
@@ -159,8 +160,8 @@ def im2col_nhwc_sizes(
 
 def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
     """Returns ``Sizes``, for kernels that divide the map into tiles of positions."""
-    counted = dense_map(problem) if tile.dense else problem.positions
-    return map_sizes(problem.geometry, problem.positions, tile_counts(problem, tile), tile.splits, counted)
+    dense = dense_map(problem) if tile.dense else None
+    return map_sizes(problem.geometry, problem.positions, tile_counts(problem, tile), tile.splits, dense)
 
 
 def map_sizes(
@@ -168,12 +169,12 @@ def map_sizes(
     positions: tuple[int, int],
     tiles: tuple[int, int, int],
     splits: int = 1,
-    counted: tuple[int, int] | None = None,
+    dense: DenseMap | None = None,
 ) -> Words:
-    """Returns ``Sizes`` for a map with these rows and columns of ``positions``, and ``tiles`` as above. ``counted``:
-    the rows and columns by which positions are counted, if a map has more of them than positions."""
+    """Returns ``Sizes`` for a map with these rows and columns of ``positions``, and ``tiles`` as above. Dense
+    tiles count positions by the places of their map."""
     (positions_h, positions_w), (images, rows, cols) = positions, tiles
-    counted_h, counted_w = counted or positions
+    counted_h, counted_w = (dense.rows, dense.cols) if dense else positions
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         *(positions_h, positions_w, images * rows * cols),

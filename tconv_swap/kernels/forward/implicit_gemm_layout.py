@@ -14,6 +14,7 @@ from math import gcd
 import torch
 
 from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.common.dense_map import DenseMap
 from tconv_swap.runtime.integers import ceil_div
 
 #: The pixels of an ``aligned`` image of a flat problem are a multiple of this number where ``wgmma`` multiplies.
@@ -341,28 +342,22 @@ def supports_tma_weights(problem: TileProblem) -> bool:
     )
 
 
-def dense_map(problem: TileProblem) -> Pair:
-    """Returns the rows and columns of places of an image of dense tiles. Place ``p`` along an axis is pixel ``p`` plus
-    the smallest shift. The last places of a row are shared with the first of the next row where both are outside of
-    the input."""
-    places = []
+def dense_map(problem: TileProblem) -> DenseMap:
+    """Returns the map of dense tiles. Place ``p`` along an axis is pixel ``p`` plus the smallest shift. The last places
+    of a row are shared with the first of the next row where both are outside of the input."""
+    places, (shifts_h, shifts_w) = [], problem.shifts
     sizes = (problem.geometry.height, problem.geometry.width)
-    for pixels, positions, (least, most) in zip(sizes, problem.positions, problem.shifts, strict=True):
+    for pixels, positions, (least, most) in zip(sizes, problem.positions, (shifts_h, shifts_w), strict=True):
         places.append(min(positions + most - least, max(positions, pixels - least, positions + most)))
-    return places[0], places[1]
-
-
-def dense_count(problem: TileProblem) -> int:
-    """Returns how many places there are from the first position to the last."""
-    (rows, cols), (positions_h, positions_w) = dense_map(problem), problem.positions
-    return (problem.geometry.batch * rows - rows + positions_h - 1) * cols + positions_w
+    reach = shifts_h[1] - shifts_h[0], shifts_w[1] - shifts_w[0]
+    return DenseMap(places[0], places[1], problem.positions, reach)
 
 
 def block_count(problem: TileProblem, tile: Tile) -> int:
     """Returns the number of work tiles of the problem, those of all channels, groups, phases and splits."""
     geometry, (positions_h, positions_w) = problem.geometry, problem.positions
     if tile.dense:
-        tiles = ceil_div(dense_count(problem), tile.positions)
+        tiles = ceil_div(dense_map(problem).count(geometry.batch), tile.positions)
     elif problem.flat:
         tiles = ceil_div(geometry.batch * positions_h * positions_w, tile.cols)
     else:

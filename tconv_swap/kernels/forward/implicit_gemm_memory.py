@@ -141,14 +141,9 @@ def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
 
 def box_pixels(problem: TileProblem, tile: Tile) -> int:
     """Returns how many pixels a stage of a shaped tile is loaded with."""
-    return pixels_of_tile(problem, tile, dense_map(problem)[1])
-
-
-def pixels_of_tile(problem: TileProblem, tile: Tile, pitch: int) -> int:
-    """Returns the pixels that the taps of a tile read; those of dense positions in a map of ``pitch`` columns."""
-    (least_h, most_h), (least_w, most_w) = problem.shifts
     if tile.dense:
-        return tile.positions + (most_h - least_h) * pitch + most_w - least_w
+        return dense_map(problem).pixels(tile.positions)
+    (least_h, most_h), (least_w, most_w) = problem.shifts
     return tile.images * (tile.rows + most_h - least_h) * (tile.cols + most_w - least_w)
 
 

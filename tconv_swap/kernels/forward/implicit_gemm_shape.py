@@ -9,21 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from tconv_swap.kernels.common.hardware import MAX_CORNER, MAX_PIXELS
+from tconv_swap.kernels.common.dense_map import Corners, are_legal, most_pixels
+from tconv_swap.kernels.common.hardware import MAX_PIXELS
 from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
     TileProblem,
     block_count,
-    dense_count,
     dense_map,
 )
-from tconv_swap.kernels.forward.implicit_gemm_memory import box_pixels, pixels_of_tile
+from tconv_swap.kernels.forward.implicit_gemm_memory import box_pixels
 from tconv_swap.runtime.integers import INT32_LIMIT
 
-#: Columns of the widest map of a dense tile: its stages have room for the rows that its taps reach.
-DENSE_COLS = 64
 #: The ratio of the expected clocks of parts of the map that are expected to be nearly as fast.
 NEARLY = 1.05
 #: Bytes of a chunk of channels, which is 16 words at most.
@@ -53,8 +51,11 @@ def of_any_shape(tile: Tile) -> Tile:
 
 def shaped(problem: TileProblem, tile: Tile) -> Tile:
     """Returns the tile with room in a stage for the pixels of each of its shapes."""
-    _, (least, most) = problem.shifts
-    pixels = [pixels_of_tile(problem, one, DENSE_COLS + most - least) for one in shapes(problem, tile)]
+    reach = dense_map(problem).reach
+    pixels = [
+        most_pixels(one.positions, reach) if one.dense else box_pixels(problem, one)
+        for one in shapes(problem, tile)
+    ]
     return replace(tile, shaped_pixels=max(pixels))
 
 
@@ -82,10 +83,10 @@ def legal(problem: TileProblem, tile: Tile) -> bool:
         return True
     if box_pixels(problem, tile) > min(tile.shaped_pixels, MAX_PIXELS):
         return False
-    geometry, corners = problem.geometry, dense_corners(problem)
-    places = dense_count(problem) + tile.positions
+    geometry = problem.geometry
+    places = dense_map(problem).count(geometry.batch) + tile.positions
     outputs = geometry.batch * geometry.out_height * geometry.out_width
-    return max(places, outputs) < INT32_LIMIT and -MAX_CORNER <= min(corners) <= max(corners) < MAX_CORNER
+    return max(places, outputs) < INT32_LIMIT and are_legal(dense_corners(problem))
 
 
 def best_shape(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
@@ -105,19 +106,16 @@ def best_shape(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
     return min((best, *(one for one in clocks if one.dense)), key=clocks.__getitem__)
 
 
-def dense_corners(problem: TileProblem) -> tuple[int, int, int, int]:
-    """Returns the corners of the map of dense tiles, as ``TensorMap`` has them."""
-    (rows, cols), ((least_h, _), (least_w, _)) = dense_map(problem), problem.shifts
-    return (
-        *(least_w, least_h),
-        *(cols + least_w - problem.geometry.width, rows + least_h - problem.geometry.height),
-    )
+def dense_corners(problem: TileProblem) -> Corners:
+    """Returns the corners of the map of dense tiles."""
+    geometry, ((least_h, _), (least_w, _)) = problem.geometry, problem.shifts
+    return dense_map(problem).corners((least_h, least_w), (1, 1), (geometry.height, geometry.width))
 
 
 def shape_words(problem: TileProblem, tile: Tile) -> Words:
     """Returns ``TileShape`` of csrc/kernels/common/sizes.cuh."""
     if tile.dense:
-        own, pitch = 8 * tile.warp_rows, dense_map(problem)[1]
+        own, pitch = 8 * tile.warp_rows, dense_map(problem).cols
         return 1, 1, tile.positions, 1, 0, 0, own, own, 8, pitch, box_pixels(problem, tile)
     (least_h, most_h), (least_w, most_w) = problem.shifts
     height, width = tile.rows + most_h - least_h, tile.cols + most_w - least_w

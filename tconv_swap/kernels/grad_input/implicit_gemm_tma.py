@@ -103,7 +103,7 @@ def lower(
                 problem.positions,
                 grad_input_tma_shape.tile_counts(problem, tile),
                 tile.splits,
-                grad_input_tma_shape.counted_map(problem, tile),
+                grad_input_tma_shape.dense_map(problem) if tile.dense else None,
             ),
             grad_input_tma_shape.shape_words(problem, tile),
         ),

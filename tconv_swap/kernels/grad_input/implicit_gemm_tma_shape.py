@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from tconv_swap.kernels.common.dense_map import Corners, DenseMap, most_pixels
 from tconv_swap.kernels.common.hardware import MAX_PIXELS
 from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
@@ -16,8 +17,6 @@ from tconv_swap.runtime.integers import ceil_div
 ROW_BYTES = 128
 #: Columns of a tile of narrow maps, which have fewer columns than the 8 positions of a group.
 NARROW_COLS = 4
-#: Columns of the widest map of a dense tile whose taps overlap: its stages have room for the rows that taps reach.
-DENSE_COLS = 64
 #: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
 #: is padding.
 MIN_CHANNELS = 32
@@ -102,62 +101,42 @@ def box_size(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
     return tile.rows + shift_h, tile.cols + (0 if tile.narrow else shift_w)
 
 
-def dense_map(problem: StridedProblem) -> tuple[int, int]:
-    """Returns the rows and columns of a map of dense tiles: each pixel that a tap of a position reads has a place of
-    its own, so that a tap is the same distance for all positions. The last places of a row are no positions."""
+def dense_map(problem: StridedProblem) -> DenseMap:
+    """Returns the map of dense tiles. A place is a pixel of one phase of grad_output."""
     (rows, cols), (shift_h, shift_w) = problem.positions, problem.max_shift
-    return rows + shift_h, cols + shift_w
+    return DenseMap(rows + shift_h, cols + shift_w, problem.positions, problem.max_shift)
 
 
-def dense_corners(problem: StridedProblem) -> tuple[int, int, int, int]:
-    """Returns the corners of the map of dense tiles, as ``TensorMap`` has them: those of the pixels of the first
-    phase."""
-    geometry, (rows, cols) = problem.geometry, dense_map(problem)
-    (pad_h, pad_w), (step_h, step_w) = geometry.padding, problem.step
-    last_w, last_h = (
-        (cols - 1) * step_w - pad_w + 1 - geometry.width,
-        (rows - 1) * step_h - pad_h + 1 - geometry.height,
-    )
-    return -pad_w, -pad_h, last_w, last_h
+def dense_corners(problem: StridedProblem) -> Corners:
+    """Returns the corners of the map of dense tiles: those of the pixels of the first phase."""
+    geometry, (pad_h, pad_w) = problem.geometry, problem.geometry.padding
+    return dense_map(problem).corners((-pad_h, -pad_w), problem.step, (geometry.height, geometry.width))
 
 
 def box_pixels(problem: StridedProblem, tile: TmaTile) -> int:
     """Returns the pixels of a box of grad_output."""
     if tile.dense:
-        return tile.positions + _dense_reach(problem, dense_map(problem)[1])
+        return dense_map(problem).pixels(tile.positions)
     box_h, box_w = box_size(problem, tile)
     return tile.images * box_h * box_w
 
 
 def max_dense_pixels(problem: StridedProblem, tile: TmaTile) -> int:
     """Returns the most pixels of a box of a dense tile, over all maps that it takes."""
-    return min(MAX_PIXELS, tile.positions + _dense_reach(problem, DENSE_COLS + problem.max_shift[1]))
-
-
-def _dense_reach(problem: StridedProblem, pitch: int) -> int:
-    """Returns how many pixels further the last tap of a position is than the first, in rows of ``pitch`` pixels."""
-    shift_h, shift_w = problem.max_shift
-    return shift_h * pitch + shift_w
+    return min(MAX_PIXELS, most_pixels(tile.positions, problem.max_shift))
 
 
 def tile_counts(problem: StridedProblem, tile: TmaTile) -> tuple[int, int, int]:
     """Returns how many tiles there are along the images, the rows and the columns."""
     batch, (positions_h, positions_w) = problem.geometry.batch, problem.positions
     if tile.dense:
-        rows, cols = dense_map(problem)
-        places = batch * rows * cols - _dense_reach(problem, cols)
-        return 1, 1, ceil_div(places, tile.positions)
+        return 1, 1, ceil_div(dense_map(problem).count(batch), tile.positions)
     return ceil_div(batch, tile.images), ceil_div(positions_h, tile.rows), ceil_div(positions_w, tile.cols)
-
-
-def counted_map(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
-    """Returns the rows and columns of the map that the tiles divide."""
-    return dense_map(problem) if tile.dense else problem.positions
 
 
 def shape_words(problem: StridedProblem, tile: TmaTile) -> Words:
     """Returns ``BoxTileShape`` of csrc/kernels/common/sizes.cuh."""
-    box_h, box_w = (1, dense_map(problem)[1]) if tile.dense else box_size(problem, tile)
+    box_h, box_w = (1, dense_map(problem).cols) if tile.dense else box_size(problem, tile)
     along_rows = tile.warpgroups_h == tile.warpgroups
     own_rows = tile.rows // tile.warpgroups_h
     own_images = tile.images * tile.warpgroups_h // tile.warpgroups

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_CORNER, MAX_STEP
+from tconv_swap.kernels.common.dense_map import are_legal
+from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import (
     NARROW_COLS,
@@ -128,11 +129,7 @@ def legal(problem: StridedProblem, tile: TmaTile) -> bool:
 def _is_dense(problem: StridedProblem, tile: TmaTile) -> bool:
     """Returns whether a stage has room for the pixels of a dense tile of this size, and the copy engine takes the
     corners of its map."""
-    corners = dense_corners(problem)
-    return (
-        box_pixels(problem, tile) <= tile.box_pixels
-        and -MAX_CORNER <= min(corners) <= max(corners) < MAX_CORNER
-    )
+    return box_pixels(problem, tile) <= tile.box_pixels and are_legal(dense_corners(problem))
 
 
 def may_have_phase_dimension(problem: StridedProblem, tile: TmaTile) -> bool:
@@ -217,8 +214,8 @@ def _kernels(problem: StridedProblem) -> Iterator[TmaTile]:
 
 
 def _kinds(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
-    """Yields a tile of each kind of box: dense, of maps, of narrow maps if they differ, and of maps whose
-    phases of columns are a dimension, where boxes would have too many columns otherwise."""
+    """Yields a tile of each kind of box: dense, of maps, of narrow maps if they differ, and of maps whose phases of
+    columns are a dimension, where boxes would have too many columns otherwise."""
     group_bytes = problem.geometry.in_channels_per_group * problem.item
     if problem.step[1] <= MAX_STEP and (problem.geometry.groups == 1 or group_bytes % ROW_BYTES == 0):
         yield dense_shape(warpgroups, m_tiles)

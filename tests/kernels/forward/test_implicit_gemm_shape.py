@@ -52,7 +52,7 @@ def box_of(
     if tile.dense:
         source = forward_implicit_gemm.lower(problem, tile, H200).launches[-1].tensor_maps[0]
         n, h, w = loaded(source, (image, row + least_h, col + least_w))
-        pitch = dense_map(problem)[1]
+        pitch = dense_map(problem).cols
     else:
         pitch = tile.cols + most_w - least_w
         n, h, w = np.ogrid[: tile.images, : tile.rows + most_h - least_h, :pitch]
@@ -75,7 +75,7 @@ def test_every_tap_of_every_position_reads_its_pixel(seed: int) -> None:
         shape = words_by_name("TileShape", forward_shape.shape_words(problem, tile))
         across, down = sizes.tile_counts(problem, tile)[2], sizes.tile_counts(problem, tile)[1]
         (least_h, most_h), (least_w, most_w) = problem.shifts
-        map_rows, map_cols = dense_map(problem)
+        map_rows, map_cols, *_ = dense_map(problem)
         found = np.zeros((3, rows, cols), int)
         for index in range(int(np.prod(sizes.tile_counts(problem, tile)))):
             if tile.dense:
@@ -138,10 +138,7 @@ def test_groups_that_share_a_chunk_have_no_dense_tile() -> None:
         posed = make_problem(geometry, torch.float16, "ieee", True, True, False)
         tiles = [tile for _, tile in tma_tiles(posed, H200) if tile.shaped_pixels]
         assert tiles
-        assert {one.dense for tile in tiles for one in forward_shape.shapes(posed, tile)} == {
-            False,
-            dense,
-        } | {False}
+        assert any(one.dense for tile in tiles for one in forward_shape.shapes(posed, tile)) == dense
 
 
 def test_inputs_in_nchw_and_stride_1_have_no_shaped_tiles() -> None:
