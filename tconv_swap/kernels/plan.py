@@ -12,6 +12,7 @@ from tconv_swap.kernels.common.ranked import in_turn
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import narrow as forward_narrow
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.forward import stride1 as forward_stride1
@@ -49,9 +50,9 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
 
     Tiny problems take one launch. Maps of one pixel are a plain matrix product (gemm). Of the rest, col2im computes
-    layers with few output channels, narrow_mma and narrow_ffma what memory bounds or what has few channels in a group,
-    stride1 large images of stride 1 in NCHW, implicit_gemm what has enough channels to fill a tile of the tensor cores,
-    and the general kernels what remains, and all of float64.
+    layers with few output channels, narrow_mma or narrow_ffma (narrow.py) what memory bounds or what has few channels
+    in a group, stride1 large images of stride 1 in NCHW, implicit_gemm what has enough channels to fill a tile of the
+    tensor cores, and the general kernels what remains, and all of float64.
     """
     made = _forward_of_larger_families(problem, has_bias, device)
     tiny = tiny_family.plan_forward(problem) if tiny_family.replaces(made) else None
@@ -62,8 +63,7 @@ def _forward_of_larger_families(problem: Problem, has_bias: bool, device: Device
     families = (
         forward_gemm.plan_forward,
         forward_col2im.plan_forward,
-        forward_narrow_mma.plan_forward,
-        forward_narrow_ffma.plan_forward,
+        forward_narrow.plan_forward,
         forward_stride1.plan_forward,
         forward_implicit_gemm.plan_forward,
     )

@@ -159,7 +159,7 @@ def test_forty_sizes_time_a_few_of_them(clock: Clock) -> None:
 
 
 def test_the_same_kernels_compute_every_size_of_a_class(clock: Clock) -> None:
-    clock.fastest = 1
+    clock.fastest = 2
     first = forward(problem(32, 32, batch=4)).plan
     second = forward(problem(30, 36, batch=4)).plan
     assert len(clock.measured) == 1

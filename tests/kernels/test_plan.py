@@ -77,7 +77,7 @@ def test_the_family_chosen(
     assert made.outputs[0].channels_last == channels_last
 
 
-#: A layer whose kernel is its stride, and one with 2048 products of an element.
+#: Layers whose kernel is its stride, and whose kernel is twice its stride, in rows that are not aligned.
 MASK_HEAD = Geometry(64, 128, 7, 7, 128, (2, 2), (2, 2))
 POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
 
@@ -85,13 +85,13 @@ POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "copied"),
     [
-        (MASK_HEAD, torch.float32, True),
-        (MASK_HEAD, torch.float16, False),
-        (replace(MASK_HEAD, out_channels=120), torch.float32, False),
+        (MASK_HEAD, torch.float32, False),
+        (replace(MASK_HEAD, in_channels=512, out_channels=512), torch.float32, True),
+        (replace(MASK_HEAD, in_channels=512, out_channels=512), torch.float16, True),
         (replace(MASK_HEAD, in_channels=32, kernel=(1, 2), stride=(1, 2)), torch.float32, False),
-        (POSE, torch.float32, True),
-        (POSE, torch.float16, True),
-        (replace(POSE, kernel=(3, 3)), torch.float16, False),
+        (replace(POSE, out_channels=256), torch.float32, True),
+        (replace(POSE, out_channels=256), torch.float16, True),
+        (replace(POSE, in_channels=64, out_channels=64, kernel=(3, 3)), torch.float16, False),
     ],
     ids=str,
 )

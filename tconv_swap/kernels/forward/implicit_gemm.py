@@ -13,6 +13,7 @@ from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, rea
 from tconv_swap.kernels.common.sizes import divisor, tile_sizes
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_classes import choose, of_any_size
+from tconv_swap.kernels.forward.implicit_gemm_clocks import CLOCKS_OF_MICROSECOND, expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_fit import PRODUCER_REGISTERS, STAGING_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
@@ -70,7 +71,14 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     """Returns the ``count`` plans that are expected to be the fastest, the best first."""
     if (channels := padded_channels(problem, problem.geometry.in_channels)) is not None:
         return _of_more_channels(problem, channels, has_bias, device, count)
-    tile_problem = make_problem(
+    tile_problem = _as_tiles(problem, has_bias)
+    if not supports(tile_problem, device):
+        return []
+    return [lower(*tile, device) for tile in choose(tile_problem, device, count)]
+
+
+def _as_tiles(problem: Problem, has_bias: bool) -> TileProblem:
+    return make_problem(
         problem.geometry,
         problem.dtype,
         problem.precision,
@@ -78,9 +86,17 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         problem.weight_channels_last,
         has_bias,
     )
+
+
+def expected_time(problem: Problem, device: Device) -> float | None:
+    """Returns the expected microseconds of the best plan on an H100, if wgmma multiplies; None for other problems."""
+    tile_problem = _as_tiles(problem, has_bias=False)
     if not supports(tile_problem, device):
-        return []
-    return [lower(*tile, device) for tile in choose(tile_problem, device, count)]
+        return None
+    found = choose(tile_problem, device)
+    if not (found and found[0][1].wgmma):
+        return None
+    return expected_clocks(*found[0], device.multiprocessors) / CLOCKS_OF_MICROSECOND
 
 
 def _of_more_channels(

@@ -2,19 +2,18 @@
 computes one size. Pure functions of data.
 
 A schedule is the tile that forward/implicit_gemm_choice.py chooses for the nominal size of its class. A size takes
-the schedule with the fewest expected clocks, if the layer has kernels that take the shape of a tile at the launch, and
-otherwise the one whose tiles cover its map with the fewest positions. A layer therefore has no more kernels than
-schedules.
+the schedule with the fewest expected clocks. A layer therefore has no more kernels than schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 
 from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
+from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
@@ -32,7 +31,7 @@ from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, of_any_sh
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
-from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.integers import ceil_div
 
 #: How many candidates of each class tuning can measure.
 MAX_CANDIDATES = 8
@@ -55,9 +54,6 @@ MANY_IMAGES = 2048
 WHOLE_ROW_POSITIONS = 56
 #: The most bytes of an image where a tile takes more than two images: an offset within them has to stay below 2^31.
 MANY_IMAGES_BYTES = 1 << 24
-#: How much more a position costs in the schedules for other large maps, and for small maps, whose halo is relatively
-#: larger, than in the first schedule (measured on an H200).
-HANDICAP_LARGE, HANDICAP_SMALL = 1.05, 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +63,11 @@ class Schedule:
     Attributes:
         problem: the layer with the nominal size of the class.
         whole_rows: whether the columns of a map have to divide ``WHOLE_ROW_POSITIONS``.
-        few: whether it is meant for sizes that leave multiprocessors idle with the other schedules (by positions).
-        handicap: what a position costs, relative to the first schedule (by positions).
     """
 
     problem: TileProblem
     tile: Tile
     whole_rows: bool = False
-    few: bool = False
-    handicap: float = 1.0
 
     def adapted(self, problem: TileProblem) -> TileProblem:
         """Returns a problem of this layer, of any size, as this kernel sees it."""
@@ -86,6 +78,9 @@ class Schedule:
         geometry, nominal, tile = problem.geometry, self.problem, self.tile
         image = geometry.in_channels * geometry.height * geometry.width * problem.item
         if nominal.nhwc_copy and geometry.batch * image > MAX_COPY_BYTES:
+            return False
+        outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+        if tile.splits > 1 and 2 * 4 * outputs > WORKSPACE_LIMIT_BYTES:
             return False
         if nominal.aligned and not can_be_aligned(self.adapted(problem)):
             return False
@@ -108,15 +103,6 @@ class Schedule:
             return self.tile
         return best_shape(self.adapted(problem), self.tile, device.multiprocessors)
 
-    def multiplied_positions(self, problem: TileProblem) -> float:
-        """Returns the positions of all tiles of this size, empty ones included, times the handicap."""
-        adapted, tile = self.adapted(problem), self.tile
-        batch, (rows, cols) = problem.geometry.batch, adapted.positions
-        if adapted.flat:
-            return self.handicap * round_up(batch * rows * cols, tile.cols) * adapted.stack
-        positions = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
-        return self.handicap * positions * adapted.stack
-
 
 #: The best schedule of a class, and the other candidates for its nominal size.
 Ranked = tuple[Schedule, tuple[Schedule, ...]]
@@ -125,10 +111,9 @@ Ranked = tuple[Schedule, tuple[Schedule, ...]]
 def ranked(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
     """Returns tiles for exactly this size, the one that is expected to be the fastest first. Those of
     forward/implicit_gemm_choice.py and those of forward/implicit_gemm_nchw.py alternate, the better kind first."""
-    of_nchw = list(forward_nchw.candidates(problem, device))
-    kinds: list[Iterable[tuple[TileProblem, Tile]]] = [candidates(problem, device), of_nchw]
-    if of_nchw and forward_nchw.pays(*of_nchw[0]):
-        kinds.reverse()
+    kinds = [list(candidates(problem, device)), list(forward_nchw.candidates(problem, device))]
+    kinds = [kind for kind in kinds if kind]
+    kinds.sort(key=lambda kind: expected_clocks(kind[0][0], kind[0][1], device.multiprocessors))
     return (entry for entries in zip_longest(*kinds) for entry in entries if entry is not None)
 
 
@@ -140,28 +125,13 @@ def choose(problem: TileProblem, device: Device, count: int = 1) -> list[tuple[T
         legal = list(_schedules_for_huge_inputs(of_any_size(problem), device))
     if not legal:
         return []
-    # A schedule that is legal only for some sizes is faster for those.
-    legal.sort(key=lambda one: not (one[0].problem.aligned or one[0].whole_rows))
-    if any(one[0].tile.shaped_pixels for one in legal):
-        sized = [(one, _for_size(one[0], problem, device)) for one in legal]
-        best, found = min(
-            sized, key=lambda entry: expected_clocks(entry[1][0], entry[1][1], device.multiprocessors)
-        )
-    else:
-        best = _by_positions(legal, problem, device)
-        found = _for_size(best[0], problem, device)
-    others = (one for one in best[1] if one.legal(problem) and one != best[0])
-    return [found, *(_for_size(one, problem, device) for one in islice(others, count - 1))]
-
-
-def _by_positions(legal: list[Ranked], problem: TileProblem, device: Device) -> Ranked:
-    """Returns the schedule whose tiles cover the map with the fewest positions, or the one for sizes of few tiles."""
-    many = [one for one in legal if not one[0].few] or legal
-    best = min(many, key=lambda one: one[0].multiplied_positions(problem))
-    few = [one for one in legal if one[0].few]
-    if few and 4 * block_count(best[0].adapted(problem), best[0].tile) < 3 * device.multiprocessors:
-        best = few[0]
-    return best
+    sized = [(one, _for_size(one[0], problem, device)) for one in legal]
+    sized.sort(key=lambda entry: expected_clocks(entry[1][0], entry[1][1], device.multiprocessors))
+    found = [made for _, made in sized]
+    if len(found) < count:
+        others = (one for one in sized[0][0][1] if one.legal(problem))
+        found = list(dict.fromkeys([*found, *(_for_size(one, problem, device) for one in others)]))
+    return found[:count]
 
 
 def of_any_size(problem: TileProblem) -> TileProblem:
@@ -200,17 +170,10 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         if len(found) == limit:
             break
         one = make(device)
-        if one is None or (
-            one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_major
-        ):
+        if one is None:
             continue
         found.setdefault((replace(one[0].problem, geometry=layer.geometry), of_any_shape(one[0].tile)), one)
     return tuple(found.values())
-
-
-def _copies(found: Iterable[Ranked]) -> bool:
-    """Whether the first schedule reads a copy of the input, for which alignment makes no difference."""
-    return any(one.problem.nhwc_copy for one, _ in islice(found, 1))
 
 
 #: Makes the schedules of a class for a device; None where no kernel computes its nominal size.
@@ -226,12 +189,10 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
     images = LARGE_IMAGES[channels > MANY_CHANNELS]
     channels_last = layer.input_channels_last
 
-    def made(batch: int, height: int, width: int, handicap: float = 1.0, aligned: bool = False) -> Make:
+    def made(batch: int, height: int, width: int, aligned: bool = False) -> Make:
         def make(device: Device) -> Ranked | None:
             found = _best(layer, _sized(layer, batch, height, width, aligned), device)
-            if found is None or found[0].problem.aligned != aligned:
-                return None
-            return replace(found[0], handicap=handicap), found[1]
+            return None if found is None or found[0].problem.aligned != aligned else found
 
         return make
 
@@ -241,8 +202,8 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
         batch = min(max_images, max(min_images, CHANNEL_IMAGES // channels))
 
         def make(device: Device) -> Ranked | None:
-            found = made(batch, height, width, HANDICAP_SMALL)(device)
-            many = made(MANY_IMAGES, height, width, HANDICAP_SMALL)(device)
+            found = made(batch, height, width)(device)
+            many = made(MANY_IMAGES, height, width)(device)
             if (
                 many
                 and _is_narrow(many[0].tile)
@@ -253,16 +214,9 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
 
         return make
 
-    def few(height: int, width: int) -> Make:
-        def make(device: Device) -> Ranked | None:
-            found = _best(layer, _sized(layer, 1, height, width), device)
-            return None if found is None else (replace(found[0], few=True), found[1])
-
-        return make
-
     if layer.flat:
         yield made(images, columns, columns)
-        yield few(16, 16)
+        yield made(1, 16, 16)
         if not channels_last:
             yield made(images, columns, columns, aligned=True)
             if max(geometry.stride) == 2:
@@ -271,39 +225,39 @@ def _classes(layer: TileProblem, limit: int) -> Iterator[Make]:
     if geometry.kernel[0] == geometry.stride[0] == 1:
         # A layer of one dimension is called with maps of one row.
         yield made(8, 1, 512)
-        yield few(1, 64)
+        yield made(1, 1, 64)
         if not channels_last:
             yield made(8, 1, 512, aligned=True)
-        yield made(images, columns, columns, HANDICAP_LARGE)
+        yield made(images, columns, columns)
         return
     usual = channels_last and max(geometry.stride) == 1
     # A layer that may have two schedules has one for large maps and one for sizes of few tiles.
     large = USUAL_COLUMNS if usual and limit == 2 else columns
-    if (
-        not channels_last
-        and layer.precision == "IEEE"
-        and channels <= MANY_CHANNELS
-        and max(geometry.stride) > 1
-    ):
+    ieee = layer.precision == "IEEE"
+    if not channels_last and ieee and channels <= MANY_CHANNELS and max(geometry.stride) > 1:
         # Large maps take the aligned schedule, so the schedule for any size is chosen for maps of fewer columns.
         yield made(SMALL_IMAGES[1], MEDIUM_COLUMNS, MEDIUM_COLUMNS)
     else:
         yield made(images, large, large)
-    # Products of float32 take longer than copies of single elements, so alignment gains less there than tiles for the
-    # small maps of layers of many channels, if a layer has enough schedules for all of these.
-    ieee = layer.precision == "IEEE" and channels > MANY_CHANNELS
-    small_first = ieee and max(geometry.stride) > 1 and limit == MAX_SCHEDULES
+    # Layers of many channels have small maps, which take twice as long without tiles of their own; aligned rows gain
+    # less, if a layer has enough schedules for all of these. With fewer channels, sizes of few tiles gain least.
+    strided = max(geometry.stride) > 1 and limit == MAX_SCHEDULES
+    small_first = strided and channels > MANY_CHANNELS
+    few_last = strided and not (channels_last or ieee or small_first)
     # Where a layer has at most two schedules, the second one gains more for large maps than for sizes of few small
     # tiles.
     side = USUAL_COLUMNS if max(geometry.stride) == 1 else max(min_columns, columns // 4)
     if not channels_last and not small_first:
         yield made(images, side, side, aligned=True)
-    yield few(16, 16)
+    if not few_last:
+        yield made(1, 16, 16)
     if usual:
-        yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
-    if small_first or not ieee:
+        yield made(images, USUAL_COLUMNS, USUAL_COLUMNS)
+    if not ieee or channels <= MANY_CHANNELS or small_first:
         yield small(8)
     yield small(4)
+    if few_last:
+        yield made(1, 16, 16)
     if not channels_last and small_first:
         yield made(images, side, side, aligned=True)
 

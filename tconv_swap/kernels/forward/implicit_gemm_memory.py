@@ -148,13 +148,24 @@ def box_pixels(problem: TileProblem, tile: Tile) -> int:
 
 
 def loaded_pixels(problem: TileProblem, tile: Tile) -> int:
-    """Returns how many pixels the copy engine loads a stage of a map that is not flat with: narrow maps once for each
-    shift."""
+    """Returns how many pixels the copy engine loads a stage with: narrow maps once for each shift."""
     if tile.shaped_pixels:
         return box_pixels(problem, tile)
+    if problem.flat:
+        return tile.cols
     cols, rows, images = box_shape(problem, tile)
     least, most = problem.shifts[1]
     return cols * rows * images * (most - least + 1 if tile.cols < 8 else 1)
+
+
+def copies_of_stage(problem: TileProblem, tile: Tile) -> float:
+    """Returns how many copies to shared memory a thread makes for a stage of a tile whose input threads load."""
+    least, most = problem.shifts[1]
+    pixels = tile.positions
+    if not problem.flat:
+        pixels = tile.images * _halo_rows(problem, tile) * (tile.cols + most - least)
+    threads = 32 * tile.producer_warps if tile.wgmma else tile.threads
+    return pixels * tile.chunk_words * 4 / problem.item / _copy_elements(problem, tile) / threads
 
 
 def producer_registers(problem: TileProblem, tile: Tile) -> int:

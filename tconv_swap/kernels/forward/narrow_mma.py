@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-from math import log
-
-import torch
-
 from tconv_swap.kernels.common.dtypes import PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
-from tconv_swap.kernels.common.layer_sizes import of_any_size, representative_sizes
 from tconv_swap.kernels.common.sizes import map_sizes
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
-from tconv_swap.kernels.forward.narrow_ffma_choice import choose as choose_ffma
-from tconv_swap.kernels.forward.narrow_ffma_choice import expected_time as expected_ffma
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
-from tconv_swap.kernels.forward.narrow_mma_choice import choose, expected_time, useful_share
+from tconv_swap.kernels.forward.narrow_mma_choice import choose
 from tconv_swap.kernels.forward.narrow_mma_tile import Tile, packed_bytes, product, shared_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -39,10 +30,6 @@ _PACK_THREADS = 256
 #: Waves of blocks, with one pass and with several. Passes with taps take longer than passes without; with many waves
 #: all multiprocessors get about equal work.
 WAVES = (2, 12)
-#: Input channels of a group that fill half of a multiply of 16-bit numbers; with fewer channels FFMA is faster.
-MIN_CHANNELS = 8
-#: Float32 takes six products; where less than this share of them is used, the costs of both decide.
-MIN_FLOAT32_SHARE = 0.5
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -59,36 +46,12 @@ def supports(problem: Problem, device: Device) -> bool:
     return image < INT32_LIMIT and positions < INT32_LIMIT // 2
 
 
-def pays(problem: Problem, device: Device) -> bool:
-    """Whether it is expected to be faster than FFMA for a layer that memory bounds, whatever its sizes."""
-    geometry = problem.geometry
-    if geometry.in_channels_per_group < MIN_CHANNELS:
-        return False
-    if problem.dtype != torch.float32 or useful_share(geometry) >= MIN_FLOAT32_SHARE:
-        return True
-    return _is_expected_faster(replace(problem, geometry=of_any_size(geometry)), device)
-
-
-@lru_cache(maxsize=256)
-def _is_expected_faster(layer: Problem, device: Device) -> bool:
-    """Whether the geometric mean of its expected times of representative sizes, of several images, is below FFMA's."""
-    most, total = max_narrow_schedules(layer, device), 0.0
-    for size in representative_sizes(layer.geometry)[0]:
-        if size.batch == 1:
-            continue
-        sized = replace(layer, geometry=size)
-        ours, others = choose(sized, device, most, 1), choose_ffma(sized, device, most, 1)
-        if ours and others:
-            total += log(expected_time(sized, ours[0]) / expected_ffma(sized, others[0], device))
-    return total < 0
-
-
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """Returns the plan with the best tile, or None where another kernel is expected to be faster.
+    """Returns the plan with the best tile, or None for a problem that the kernel does not compute.
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
-    plans = plan_candidates(problem, has_bias, device, count=1) if pays(problem, device) else []
+    plans = plan_candidates(problem, has_bias, device, count=1)
     return plans[0] if plans else None
 
 

@@ -14,7 +14,6 @@ from itertools import islice, product
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
-from tconv_swap.kernels.forward.implicit_gemm_classes import HANDICAP_SMALL
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
@@ -54,6 +53,9 @@ CONSUMER_OVERHEAD = 48
 LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
+#: The cost of a position in the schedules of small maps, whose halo is relatively larger, relative to the first
+#: schedule.
+HANDICAP_SMALL = 1.15
 #: The cost of a position that mma.sync multiplies, relative to wgmma. With three products it took 1.6 times as long.
 HANDICAP_MMA = 1.6
 #: The same where partial sums are written although there are enough tiles, which took 1.6 to 2.6 times as long.

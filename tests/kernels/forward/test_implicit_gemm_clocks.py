@@ -1,4 +1,4 @@
-"""The clocks that rank the forward tiles of strided layers in channels_last, and the choice that follows them."""
+"""The clocks that rank the tiles of the forward implicit GEMM, and the choice that follows them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"))
 
 
 def posed(
-    batch: int, side: int, channels: tuple[int, int] = (256, 128), mode: tuple[torch.dtype, str] = MODES[0]
+    batch: int,
+    side: int,
+    channels: tuple[int, int] = (256, 128),
+    mode: tuple[torch.dtype, str] = MODES[0],
+    channels_last: bool = True,
 ) -> TileProblem:
     geometry = Geometry(batch, channels[0], side, side, channels[1], (4, 4), (2, 2), (1, 1))
-    return make_problem(geometry, *mode, True, True, False)
+    return make_problem(geometry, *mode, channels_last, channels_last, False)
 
 
 def shaped_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
@@ -57,11 +61,14 @@ def test_the_best_shape_is_that_with_the_fewest_clocks_but_for_nearly_equal_part
             )
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_size_takes_the_schedule_with_the_fewest_clocks(mode: tuple[torch.dtype, str]) -> None:
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("mode", [*MODES, (torch.float32, "ieee")], ids=str)
+def test_a_size_takes_the_schedule_with_the_fewest_clocks(
+    mode: tuple[torch.dtype, str], channels_last: bool
+) -> None:
     for channels in ((256, 128), (1024, 512), (64, 48)):
         for batch, side in ((1, 4), (64, 4), (1024, 4), (1, 16), (256, 8), (41, 20), (16, 64)):
-            problem = posed(batch, side, channels, mode)
+            problem = posed(batch, side, channels, mode, channels_last)
             (chosen,) = forward_classes.choose(problem, H200)
             of_layer = forward_classes.schedules(forward_classes.of_any_size(problem), H200)
             for schedule, _ in of_layer:
@@ -72,8 +79,54 @@ def test_a_size_takes_the_schedule_with_the_fewest_clocks(mode: tuple[torch.dtyp
                         assert expected_clocks(*chosen, 132) <= expected_clocks(adapted, tile, 132)
 
 
-def test_maps_of_4_columns_take_tiles_whose_blocks_share_the_weights() -> None:
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_maps_of_4_columns_take_tiles_whose_blocks_share_the_weights(channels_last: bool) -> None:
     """Tiles of half as many positions would load the weights twice (docs/kernels/forward/implicit_gemm_tma.md)."""
     for mode in MODES:
-        ((_, tile),) = forward_classes.choose(posed(1024, 4, mode=mode), H200)
-        assert (tile.cols, tile.positions) == (4, 128)
+        for channels, batch in (((256, 128), 1024), ((512, 256), 128)):
+            problem = posed(batch, 4, channels, mode, channels_last)
+            ((made, tile),) = forward_classes.choose(problem, H200)
+            assert (tile.cols, tile.positions, tile.splits) == (4, 128, 1)
+            assert made.nhwc_copy != channels_last
+
+
+def chosen(geometry: Geometry) -> list[tuple[TileProblem, Tile]]:
+    problems = (make_problem(geometry, *mode, False, False, False) for mode in MODES)
+    return [forward_classes.choose(problem, H200)[0] for problem in problems]
+
+
+def test_rows_that_are_not_aligned_are_copied_where_threads_load_single_elements() -> None:
+    """Layers of few channels, whose input is read once, and of many; stride 1 as well."""
+    for kernel, stride, padding in (((4, 4), (2, 2), (1, 1)), ((3, 3), (1, 1), (1, 1))):
+        for channels, width, copied in ((512, 33, True), (512, 15, True), (64, 64, False), (64, 33, False)):
+            layer = Geometry(16, channels, 32, width, channels, kernel, stride, padding)
+            for problem, tile in chosen(layer):
+                assert problem.nhwc_copy == copied == tile.tma, (layer, width, problem.dtype)
+
+
+def test_each_part_of_the_cost() -> None:
+    """What makes a plan slower raises its expected clocks: a copy, splits, one image more in the last round, a row of
+    outputs that fills no sector, threads that copy single elements, products of float32."""
+    layer = Geometry(64, 256, 32, 32, 128, (4, 4), (2, 2), (1, 1))
+    for mode in MODES:
+        last = make_problem(layer, *mode, True, False, False)
+        tile = Tile(4, 1, 1, 8, 16, 1, 8, 1, 8, 4, 1, wgmma=True, tma=True)
+        plain = expected_clocks(last, tile, 132)
+        assert expected_clocks(replace(last, nhwc_copy=True), tile, 132) > 1.03 * plain
+        assert expected_clocks(last, replace(tile, splits=2), 132) > plain
+        first = make_problem(layer, *mode, False, False, False)
+        threads = replace(tile, tma=False, producer_warps=8)
+        unaligned = expected_clocks(first, threads, 132)
+        assert expected_clocks(replace(first, aligned=True), threads, 132) < unaligned
+        odd = replace(first, geometry=replace(layer, width=31))
+        assert expected_clocks(odd, threads, 132) > unaligned
+        grouped = replace(layer, groups=2)
+        halves = expected_clocks(replace(first, geometry=grouped), threads, 132)
+        assert halves > 0.5 * unaligned
+    mma = Tile(4, 1, 1, 8, 16, 1, 2, 2, 8, 3, 2)
+    exact, rounded = (
+        make_problem(layer, torch.float32, precision, False, False, False) for precision in ("ieee", "tf32")
+    )
+    assert expected_clocks(exact, mma, 132) > 2 * expected_clocks(rounded, mma, 132)
+    alone = replace(mma, blocks_per_multiprocessor=1)
+    assert expected_clocks(rounded, alone, 132) > 1.3 * expected_clocks(rounded, mma, 132)

@@ -214,13 +214,10 @@ def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width
 def test_what_a_layer_of_two_schedules_has_them_for() -> None:
     """An unpadded layer of stride 1 that adds channels shares its four kernels with those of maps of one pixel."""
     layer = Geometry(2, 64, 128, 256, 128, (3, 5))
-    for channels_last, few, columns in (
-        (False, [False, False], [512, 128]),
-        (True, [False, True], [128, 16]),
-    ):
+    for channels_last, images, columns in ((False, [16, 16], [512, 128]), (True, [16, 1], [128, 16])):
         posed = make_problem(layer, torch.float16, "ieee", channels_last, channels_last, False)
         found = [one for one, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200)]
-        assert [one.few for one in found] == few
+        assert [one.problem.geometry.batch for one in found] == images
         assert [one.problem.geometry.width for one in found] == columns
 
 

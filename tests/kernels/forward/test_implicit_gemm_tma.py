@@ -156,11 +156,17 @@ FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
             False,
         ),
         (
-            DECODER,
+            replace(DECODER, out_channels=256),
             torch.float32,
             ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
             False,
         ),
+        (
+            DECODER,
+            torch.float32,
+            ["forward_implicit_gemm_pack", "forward_implicit_gemm_wgmma"],
+            False,
+        ),  # its rows are aligned
         (
             replace(DECODER, width=63),
             torch.bfloat16,
@@ -174,7 +180,7 @@ FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
             True,
         ),
         (
-            replace(CROP, height=16, width=16),
+            CROP,
             torch.float32,
             ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
             False,
@@ -211,11 +217,12 @@ def test_nchw_inputs_are_loaded_directly_or_from_a_copy(
 
 
 def test_the_copy_of_the_input_lies_behind_the_packed_weights() -> None:
-    made = plan.plan_forward(plan.Problem(DECODER, torch.float32, "tf32", False, False), True, H200)
+    geometry = replace(DECODER, out_channels=256)
+    made = plan.plan_forward(plan.Problem(geometry, torch.float32, "tf32", False, False), True, H200)
     _, copying, forward = made.launches
     place = copying.arguments[1]
     assert forward.tensor_maps[0].base == place
-    weights = 4 * 256 * 128 * 9
+    weights = 4 * 256 * 256 * 9
     assert place.kind is ArgumentKind.WORKSPACE
     assert place.value >= weights
     assert place.value % 16 == 0

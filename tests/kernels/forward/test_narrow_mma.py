@@ -13,11 +13,13 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.layer_sizes import representative_sizes
+from tconv_swap.kernels.forward import narrow as forward_narrow
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
 from tconv_swap.kernels.forward.narrow_mma_tile import product, shared_bytes
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
+AMPERE = plan.Device("sm_80", 108, 163 << 10)
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
 LARGE_STRIDES = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
@@ -39,11 +41,38 @@ def problem(
 def test_narrow_layers_in_16_bits_go_to_tensor_cores(geometry: Geometry, channels_last: bool) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
-        assert made.family == ("col2im" if geometry == RGB else "narrow_mma")
+        tiles_are_faster = geometry == GAPS and channels_last
+        assert made.family == (
+            "col2im" if geometry == RGB else "implicit_gemm" if tiles_are_faster else "narrow_mma"
+        )
     turing = plan.Device("sm_75", 30, 64 << 10)
     assert (
         plan.plan_forward(problem(geometry, torch.float16, channels_last), True, turing).family != made.family
     )
+
+
+#: Twice the channels of what fills a tile: larger tiles are faster than a tensor core's own.
+WIDE = Geometry(4, 64, 64, 64, 32, (2, 2), (2, 2))
+#: Rows that are not aligned, and many groups: products of float32 that cuDNN does not round.
+EXACT = Geometry(1, 384, 93, 49, 1024, (2, 2), (2, 2), groups=32)
+
+
+def test_one_family_computes_all_sizes_of_a_layer() -> None:
+    """The expected times of representative sizes choose it, where products are rounded in any case."""
+    for channels_last in (False, True):
+        for geometry, dtype, precision, family in (
+            (WIDE, torch.float16, "ieee", "implicit_gemm"),
+            (WIDE, torch.float32, "tf32", "implicit_gemm"),
+            (WIDE, torch.float32, "ieee", "narrow_mma"),
+            (EXACT, torch.float32, "tf32", "narrow_mma"),
+            (replace(GROUPED, in_channels=16), torch.float16, "ieee", "narrow_ffma"),
+        ):
+            for height, width in ((geometry.height, geometry.width), (7, 5), (200, 33)):
+                sized = replace(geometry, height=height, width=width)
+                posed = replace(problem(sized, dtype, channels_last), precision=precision)
+                assert plan.plan_forward(posed, True, H200).family == family, (geometry, dtype, precision)
+                if family == "implicit_gemm":
+                    assert plan.plan_forward(posed, True, AMPERE).family != family
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -71,7 +100,7 @@ def test_the_costs_decide_where_most_products_are_padding() -> None:
     ends = Geometry(4, 80, 65, 191, 2, (9, 9), (3, 3), (4, 4), (2, 2))
     for geometry, family in ((head, "narrow_mma"), (ends, "narrow_ffma")):
         posed = replace(problem(geometry, torch.float32), precision="tf32")
-        assert forward_narrow_mma_choice.useful_share(geometry) < forward_narrow_mma.MIN_FLOAT32_SHARE
+        assert forward_narrow_mma_choice.useful_share(geometry) < forward_narrow.MIN_FLOAT32_SHARE
         assert plan.plan_forward(posed, True, H200).family == family
 
 
