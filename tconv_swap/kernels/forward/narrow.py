@@ -17,7 +17,6 @@ import torch
 
 from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size, representative_sizes
-from tconv_swap.kernels.common.padded_channels import padded_channels
 from tconv_swap.kernels.forward import implicit_gemm, narrow_ffma, narrow_mma
 from tconv_swap.kernels.forward.narrow_ffma_choice import choose as choose_ffma
 from tconv_swap.kernels.forward.narrow_ffma_choice import expected_time as expected_ffma
@@ -70,7 +69,7 @@ def family_of(layer: Problem, device: Device) -> Family:
     padded = layer.dtype == torch.float32 and useful_share(geometry) < MIN_FLOAT32_SHARE
     if padded and _ratio(layer, device, _mma, _ffma) >= 1:
         return Family.FFMA
-    may_be_tiles = parts_of(layer) < EXACT_PARTS and padded_channels(layer, geometry.in_channels) is None
+    may_be_tiles = parts_of(layer) < EXACT_PARTS
     return Family.TILES if may_be_tiles and _ratio(layer, device, _mma, _tiles) > 1 else Family.MMA
 
 

@@ -12,6 +12,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
 from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_memory import loaded_pixels
 from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, legal, shapes
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
 
@@ -120,9 +121,16 @@ def test_each_part_of_the_cost() -> None:
         assert expected_clocks(replace(first, aligned=True), threads, 132) < unaligned
         odd = replace(first, geometry=replace(layer, width=31))
         assert expected_clocks(odd, threads, 132) > unaligned
-        grouped = replace(layer, groups=2)
-        halves = expected_clocks(replace(first, geometry=grouped), threads, 132)
-        assert halves > 0.5 * unaligned
+        halves = replace(first, geometry=replace(layer, in_channels=512, groups=2))
+        assert expected_clocks(halves, threads, 132) > 1.25 * unaligned
+        images = replace(threads, images=8, rows=4, cols=4, warp_images=8, warp_rows=1)
+        assert expected_clocks(first, replace(images, nchw_stages=2), 132) < expected_clocks(
+            first, images, 132
+        )
+        row = make_problem(replace(layer, out_channels=127), *mode, True, True, False)
+        assert expected_clocks(row, tile, 132) > 1.1 * expected_clocks(
+            make_problem(layer, *mode, True, True, False), tile, 132
+        )
     mma = Tile(4, 1, 1, 8, 16, 1, 2, 2, 8, 3, 2)
     exact, rounded = (
         make_problem(layer, torch.float32, precision, False, False, False) for precision in ("ieee", "tf32")
@@ -130,3 +138,31 @@ def test_each_part_of_the_cost() -> None:
     assert expected_clocks(exact, mma, 132) > 2 * expected_clocks(rounded, mma, 132)
     alone = replace(mma, blocks_per_multiprocessor=1)
     assert expected_clocks(rounded, alone, 132) > 1.3 * expected_clocks(rounded, mma, 132)
+
+
+def test_layers_with_strides_have_tiles_for_small_maps_and_for_aligned_rows() -> None:
+    """Up to 256 channels a group beside aligned rows; above, before these."""
+    for channels in ((128, 64), (96, 48), (512, 64)):
+        for mode in MODES:
+            problem = posed(16, 64, channels, mode, channels_last=False)
+            found = [one for one, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200)]
+            assert any(one.tile.cols == 4 for one in found), (channels, mode)
+            if channels[0] <= 256:
+                assert any(one.problem.aligned for one in found), (channels, mode)
+
+
+def test_partial_sums_of_many_outputs_are_not_legal() -> None:
+    """A schedule for few tiles splits its sum; larger sizes would write gigabytes."""
+    problem = posed(1, 16, (2048, 128), MODES[1], channels_last=False)
+    found = [one for one, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200)]
+    split = [one for one in found if one.tile.splits > 1]
+    assert split
+    large = replace(problem, geometry=replace(problem.geometry, batch=64, height=64, width=64))
+    assert all(one.legal(problem) and not one.legal(large) for one in split)
+
+
+def test_a_flat_tile_is_loaded_in_several_boxes() -> None:
+    problem = make_problem(Geometry(8, 64, 64, 64, 64, (1, 1)), torch.float16, "ieee", True, True, False)
+    tile = Tile(4, 1, 1, 1, 512, 1, 1, 32, 8, 4, 1, wgmma=True, tma=True)
+    assert problem.flat
+    assert loaded_pixels(problem, tile) == 512
