@@ -48,6 +48,18 @@ def test_a_round_more_takes_longer(mode: tuple[torch.dtype, str]) -> None:
     assert found[33] < found[66] < 0.8 * found[67]
 
 
+def test_blocks_that_have_a_multiprocessor_alone_take_half_a_round() -> None:
+    """Two blocks of a multiprocessor are resident: of 396 blocks the last 132 take half as long as 264."""
+    tile = Tile(4, 1, 1, 8, 16, 1, 8, 2, 8, 3, 2)
+    found = {}
+    for batch in (66, 99, 132):
+        geometry = Geometry(batch, 256, 16, 32, 64, (4, 4), (2, 2), (1, 1))
+        problem = make_problem(geometry, *MODES[1], True, True, False)
+        found[block_count(problem, tile)] = expected_clocks(problem, tile, 132)
+    assert list(found) == [264, 396, 528]
+    assert found[396] < 0.85 * found[528]
+
+
 def test_the_best_shape_is_that_with_the_fewest_clocks_but_for_nearly_equal_parts() -> None:
     for batch, side in ((256, 8), (164, 10), (84, 14), (41, 20), (16, 32), (4, 64), (1, 112)):
         problem, tile = shaped_tile(posed(batch, side))
@@ -107,8 +119,9 @@ def test_rows_that_are_not_aligned_are_copied_where_threads_load_single_elements
 
 
 def test_each_part_of_the_cost() -> None:
-    """What makes a plan slower raises its expected clocks: a copy, splits, one image more in the last round, a row of
-    outputs that fills no sector, threads that copy single elements, products of float32."""
+    """What makes a plan slower raises its expected clocks: a copy, splits, rows of outputs that fill no sector, threads
+    that copy single elements or several images, groups, stores of single channels, products of float32, a block that
+    is alone on its multiprocessor."""
     layer = Geometry(64, 256, 32, 32, 128, (4, 4), (2, 2), (1, 1))
     for mode in MODES:
         last = make_problem(layer, *mode, True, False, False)
