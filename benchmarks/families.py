@@ -68,8 +68,8 @@ _HELPERS = frozenset(
         "split_k_reduce",
     )
 )
-#: More plans than any family has.
-_ALL = 1 << 20
+#: More plans than any family has; and so many that the best of every family, which come in turn, are among them.
+_ALL, _OF_ALL_FAMILIES = 1 << 20, 16
 
 
 def family_of(made: Plan) -> str:
@@ -125,7 +125,7 @@ def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]
 
 def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
     parts = [
-        *grad_input_implicit_gemm.part_candidates(problem, device, _ALL),
+        *grad_input_implicit_gemm.part_candidates(problem, device, _OF_ALL_FAMILIES),
         *grad_input_narrow_mma.part_candidates(problem, device, 1),
     ]
     yield from (_plan(part, _grad_input_output(problem)) for part in parts)

@@ -29,7 +29,7 @@ from tconv_swap.measurement.timing import Timing, time_interleaved
 from tconv_swap.runtime.program import Plan
 
 TASK = Task(
-    Layer("small", "made up", Geometry(2, 128, 8, 8, 64, (4, 4), (2, 2), (1, 1)), True, False),
+    Layer("small", "made up", Geometry(2, 256, 8, 8, 128, (4, 4), (2, 2), (1, 1)), True, False),
     False,
     "fp16",
     "nchw",

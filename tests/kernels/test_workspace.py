@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
+from size_cases import LAYERS, any_size
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 
@@ -75,3 +78,22 @@ def test_pixels_along_k_still_take_what_fits() -> None:
         ),
         H200,
     )
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("name", ["kb81", "dcgan2", "dpt_k4s4"])
+def test_sums_of_splits_of_the_gradient_of_the_input_do_not_grow_with_a_map(
+    name: str, precision: str, channels_last: bool
+) -> None:
+    """Of any kernel of the layer that a size may take: beside another workspace, they are at most 64 MiB."""
+    rng = random.Random(name)
+    (layer,) = (one.geometry for one in LAYERS if one.name == name)
+    for dtype in (torch.float16, torch.float32):
+        for geometry in (any_size(rng, layer) for _ in range(60)):
+            problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+            for device in (H200, AMPERE):
+                for part in (one.make() for one in grad_input_implicit_gemm.ranked(problem, device)):
+                    split = any("split_k" in one.kernel.entry for one in part.launches)
+                    sums = 2 * 4 * math.prod(geometry.input_shape) if split else 0
+                    assert sums <= WORKSPACE_LIMIT_BYTES, (problem, device, part.why)

@@ -54,6 +54,22 @@ def random_sizes(rng: random.Random, layer: Geometry, limit: int = 200) -> Geome
             return found
 
 
+def with_output_padding(rng: random.Random, layer: Geometry) -> Geometry:
+    """Returns the layer with a random size and a random output_padding, which calls may change as well."""
+    geometry = random_sizes(rng, layer)
+    largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
+    return replace(geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
+
+
+def any_size(rng: random.Random, layer: Geometry) -> Geometry:
+    """Returns the same, or sometimes the layer's map of one pixel."""
+    found = with_output_padding(rng, layer)
+    one_pixel = replace(found, height=1, width=1, output_padding=(0, 0))
+    if rng.random() < 0.05 and min(one_pixel.out_height, one_pixel.out_width) > 0:
+        return one_pixel
+    return found
+
+
 def quotient(words: sizes.Words, n: int) -> int:
     """Returns what ``Divisor::quotient`` of common/sizes.cuh computes in 32 bits."""
     _, magic, shift = words

@@ -15,6 +15,9 @@ from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, has_stride_of_one_pixel
 from tconv_swap.kernels.problem import Device, Problem
 
+#: The most channels of grad_output that forward/stride1.py computes.
+MAX_STRIDE1_CHANNELS = 256
+
 
 def max_narrow_schedules(problem: Problem, device: Device) -> int:
     """Returns how many schedules the family has that computes the sizes of a narrow layer that forward/col2im.py does
@@ -29,8 +32,6 @@ def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
     """Returns how many schedules the implicit GEMM has. Maps of one pixel have one of their own if the layer has
     another stride for them and forward/gemm.py does not compute them all; forward/gemm.py and forward/stride1.py have
     one each."""
-    if layer.of_grad_input:
-        return MAX_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
     pixels = Problem(
         layer.geometry,
         layer.dtype,
@@ -45,3 +46,22 @@ def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
         - forward_gemm.supports_some_size(pixels, device)
         - forward_stride1.supports_some_size(layer, device)
     )
+
+
+def max_schedules_of_grad_input(layer: TileProblem, device: Device) -> int:
+    """Returns the same where it computes the gradient of the input at stride 1. A map of one pixel has another kernel
+    if the layer's kernel is not padded, and large NCHW images have one of forward/stride1.py."""
+    g = layer.geometry
+    unpadded = all(
+        padding == dilation * (kernel - 1)
+        for kernel, padding, dilation in zip(g.kernel, g.padding, g.dilation, strict=True)
+    )
+    in_nchw = not (layer.input_channels_last or layer.output_channels_last)
+    by_stride1 = (
+        device.architecture == "sm_90a"
+        and in_nchw
+        and layer.parts == g.groups == 1
+        and g.dilation == (1, 1)
+        and g.in_channels <= MAX_STRIDE1_CHANNELS
+    )
+    return MAX_SCHEDULES - (unpadded and max(g.kernel) > 1) - by_stride1

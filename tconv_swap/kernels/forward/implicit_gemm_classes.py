@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 
-from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
+from tconv_swap.kernels.common.forward_schedules import (
+    max_implicit_gemm_schedules,
+    max_schedules_of_grad_input,
+)
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
@@ -28,7 +31,6 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     can_be_aligned,
 )
 from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, of_any_shape
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div
@@ -162,7 +164,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
     limit = (
-        share_of_stride_one(layer, device)
+        max_schedules_of_grad_input(layer, device)
         if layer.of_grad_input
         else max_implicit_gemm_schedules(layer, device)
     )

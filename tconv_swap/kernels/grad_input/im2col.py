@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -15,7 +16,7 @@ from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, map_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_clocks import stage_clocks
+from tconv_swap.kernels.grad_input.im2col_choice import Schedule
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.problem import Device
@@ -55,20 +56,24 @@ def aligned(problem: StridedProblem) -> bool:
     return problem.geometry.width * problem.item % TMA_ALIGNMENT == 0
 
 
-def ranked(problem: StridedProblem, device: Device, count: int) -> list[Ranked]:
-    """Returns at most ``count`` parts with their expected clocks, the one that is expected to be the fastest first."""
+def ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size with their expected clocks, the one that is expected to
+    be the fastest first."""
+    return [
+        Ranked(clocks, partial(lower, problem, tile, device.multiprocessors))
+        for clocks, tile in ranked_tiles(among, problem, device)
+    ]
+
+
+def ranked_tiles(
+    among: Iterable[Schedule], problem: StridedProblem, device: Device
+) -> list[tuple[float, Im2colTile]]:
+    """Returns the tiles of the kernels that compute this size and their expected clocks, the one that is expected to be
+    the fastest first."""
     if not supports(problem, device):
         return []
-    if not grad_input_im2col_choice.kernel_count(of_any_size(problem), device):
-        return []
     padded_bytes = 0 if aligned(problem) else _padded_bytes(problem)
-    return [
-        Ranked(
-            stage_clocks(problem, of_tiles, padded_bytes),
-            partial(lower, problem, tile, device.multiprocessors),
-        )
-        for of_tiles, tile in grad_input_im2col_choice.choose(problem, device, count)
-    ]
+    return grad_input_im2col_choice.ranked(among, problem, device, padded_bytes)
 
 
 def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:

@@ -1,22 +1,19 @@
-"""Chooses the tiles of csrc/kernels/grad_input/im2col.cu: at most four kernels for all sizes of a layer, and one of
-them for each size, with the shape and the splits that are expected to be the fastest there. The functions are pure.
+"""The kernels of csrc/kernels/grad_input/im2col.cu that a layer may have over all its sizes, and the best of those that
+it has, with the shape and the splits that are expected to be the fastest, for each size. The functions are pure.
 
 The clocks of a step of k are the same for all sizes of a layer, so they are computed once, with the conflicts of the
 banks of shared memory. For a size, the shapes of a kernel differ by how many work tiles they make of it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
-from tconv_swap.kernels.common.schedules import PATCHES, select_covering
 from tconv_swap.kernels.grad_input.im2col_clocks import (
-    MULTIPLY_MACS,
+    clocks,
     conflicts,
-    reduce_clocks,
     step_clocks,
     step_count,
     store_clocks,
@@ -29,38 +26,22 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
     blocks,
     is_aligned,
     kernels,
-    macs,
     may_split,
     shapes,
     variants,
-    word,
 )
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
-    StridedProblem,
-    of_any_size,
-    representatives,
-    sized,
-)
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_im2col
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.tma_gemm import SPLITS, for_size, may_load
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime.disk_cache import disk_cache
 
 #: The fewest channels of a group, on either side. The kernel was not measured with fewer.
 MIN_CHANNELS = 32
-#: The time of the other families, relative to that of the multiplies, by the bytes of an element: kernels are selected
-#: beside it (measured).
-OTHERS_PER_MULTIPLY = {4: 8.0, 2: 5.8}
-#: Batch, rows and columns of the first map of a vocoder in training, a segment of 8,192 samples.
-SEGMENTS = (16, 1, 32)
 #: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides
 #: of which none is more than twice as long, or one row of so many columns, with each batch, of at most so many
 #: positions. The conflicts of the banks are computed for the NEAR best of each.
 SHAPED_SIDES, SHAPED_COLUMNS = (4, 8, 12, 16, 24, 32, 40, 56, 128), (16, 64, 256, 1024)
 SHAPED_BATCHES, SHAPED_POSITIONS = (1, 16, 128, 1024), 1 << 21
 NEAR = 3
-#: Clocks that are added to each size, so that tiles for small sizes do not count too much.
-MIN_CLOCKS = 10000
 
 #: A shape, the expected clocks of a step of k with it and those of a work tile beside its steps, and whether it is
 #: right for any number of tiles in a row.
@@ -84,49 +65,31 @@ def supports_some_size(layer: StridedProblem, device: Device) -> bool:
     return weights * layer.item % TMA_ALIGNMENT == 0 and may_load(layer, device)
 
 
-@disk_cache
-def kernel_count(layer: StridedProblem, device: Device) -> int:
-    """Returns how many kernels a layer (``of_any_size``) has over all its sizes: none if other families are expected to
-    be faster at every representative size."""
-    geometry = layer.geometry
-    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    if channels < MIN_CHANNELS or not supports_some_size(layer, device):
-        return 0
-    found = schedules(layer, device)
-    sizes, _ = _sizes_of(layer)
-    pays = any(_best_clocks(one, size, device) <= _others(size, device) for one in found for size in sizes)
-    return len(found) if pays else 0
-
-
-def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tuple[float, Im2colTile]]:
-    """Returns at most ``count`` tiles for this size and their expected clocks, the one expected to be the fastest
-    first: of the layer's kernels, and, if there are too few, of all kernels."""
-    layer = of_any_size(problem)
-    found = _ranked(schedules(layer, device), problem, device)
-    if len(found) < count and count > 1:
-        every = (
-            Schedule(kernel, (timed,))
-            for kernel in kernels(layer, device)
-            for timed in _plain(layer, kernel, device)
-        )
-        found += _ranked(every, problem, device)
-    first: dict[Im2colTile, float] = {}
-    for time, tile in found:
-        first.setdefault(tile, time)
-    return [(time, tile) for tile, time in first.items()][:count]
-
-
-def _ranked(
-    among: Iterable[Schedule], problem: StridedProblem, device: Device
+def ranked(
+    among: Iterable[Schedule], problem: StridedProblem, device: Device, padded_bytes: int
 ) -> list[tuple[float, Im2colTile]]:
-    timed = [entry for one in among for entry in best_tiles(one, problem, device)]
+    """Returns the tiles of those kernels that compute this size and their expected clocks, the one expected to be the
+    fastest first. ``padded_bytes``: of a copy of grad_output with longer rows, or 0 if there is none."""
+    timed = [
+        (clocks(problem, of_tiles, tile.splits, padded_bytes), tile)
+        for one in among
+        for of_tiles, tile in best_tiles(one, problem, device)
+    ]
     return sorted(timed, key=lambda entry: entry[0])
+
+
+def every_shape(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
+    """Yields every kernel of a layer (``of_any_size``) with each of its shapes, without conflicts of banks."""
+    for kernel in kernels(layer, device):
+        for timed in _plain(layer, kernel, device):
+            yield Schedule(kernel, (timed,))
 
 
 def best_tiles(
     schedule: Schedule, problem: StridedProblem, device: Device
 ) -> Iterator[tuple[float, Im2colTile]]:
-    """Yields the tile with the best shape, and its expected clocks, for each number of splits that this size allows."""
+    """Yields the tile with the best shape, and the expected clocks of its work, for each number of splits that this
+    size allows."""
     kernel, batch, (rows, cols) = schedule.kernel, problem.geometry.batch, problem.positions
     takes_wide = problem.geometry.width % COLUMN_BLOCK == 0
     channel_blocks = blocks(problem, kernel)
@@ -150,17 +113,20 @@ def best_tiles(
             (-(-work * tile.splits // device.multiprocessors) * (count * step + beside), work, i)
             for i, (work, step, beside, _) in enumerate(counted)
         )
-        yield time + reduce_clocks(problem, tile.splits), replace(tile, shape=counted[i][-1])
+        yield time, replace(tile, shape=counted[i][-1])
 
 
-@disk_cache
-def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
-    """Returns the kernels of a layer (``of_any_size``): those that bring the expected times of ``representatives``
-    closest to the best of all kernels."""
-    sizes, weights = _sizes_of(layer)
+def candidates(
+    layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device
+) -> tuple[Schedule, ...]:
+    """Returns every kernel of a layer (``of_any_size``), with the shapes that are the fastest for some map; ``sizes``
+    are among these maps."""
+    channels = min(layer.geometry.in_channels_per_group, layer.geometry.out_channels_per_group)
+    if channels < MIN_CHANNELS or not supports_some_size(layer, device):
+        return ()
     laid: dict[Im2colKernel, tuple[Timed, ...]] = {}
     known: dict[tuple[int, Im2colShape], float] = {}
-    found: dict[Im2colKernel, Schedule] = {}
+    found: list[Schedule] = []
     maps = _shaped_maps(layer, sizes)
     for kernel in kernels(layer, device):
         whole = replace(kernel, partial=False)
@@ -171,12 +137,8 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
             (shape, step, store_clocks(layer, kernel, shape), any_count)
             for shape, step, _, any_count in laid[whole]
         )
-        found[kernel] = Schedule(kernel, _fastest(layer, kernel, timed, maps, device, 1))
-    times = {kernel: [_expected_clocks(one, size, device) for size in sizes] for kernel, one in found.items()}
-    # The first kernel has to be right for rows of any width.
-    first = [kernel for kernel, one in found.items() if any(not shape.wide for shape, *_ in one.shapes)]
-    chosen = select_covering(times, weights, first, share_of_im2col(layer, device))
-    return tuple(found[kernel] for kernel in chosen)
+        found.append(Schedule(kernel, _fastest(layer, kernel, timed, maps, device, 1)))
+    return tuple(found)
 
 
 def _plain(layer: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Timed]:
@@ -239,7 +201,7 @@ def _fastest(
     return tuple(one for i, one in enumerate(timed) if i in kept)
 
 
-def _shaped_maps(layer: StridedProblem, sizes: list[StridedProblem]) -> list[tuple[int, int, int]]:
+def _shaped_maps(layer: StridedProblem, sizes: Sequence[StridedProblem]) -> list[tuple[int, int, int]]:
     """Returns the batch, rows and columns of maps for which a kernel has its shapes."""
     found = [(size.geometry.batch, *size.positions) for size in sizes]
     for rows, cols in product((1,), SHAPED_COLUMNS) if layer.one_row else product(SHAPED_SIDES, SHAPED_SIDES):
@@ -247,31 +209,3 @@ def _shaped_maps(layer: StridedProblem, sizes: list[StridedProblem]) -> list[tup
             batches = (batch for batch in SHAPED_BATCHES if batch * rows * cols <= SHAPED_POSITIONS)
             found += [(batch, rows, cols) for batch in batches]
     return found
-
-
-def _sizes_of(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
-    """Returns the sizes that represent all sizes of a layer, and the weight of each."""
-    sizes, weights = representatives(layer)
-    if layer.geometry.kernel == layer.step and not layer.one_pixel:
-        sizes, weights = [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
-    if layer.one_row and not layer.one_pixel:
-        sizes, weights = [*sizes, sized(layer, *SEGMENTS)], [*weights, 1.0]
-    return sizes, weights
-
-
-def _expected_clocks(schedule: Schedule, problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks of a size, for which another family may be faster."""
-    return MIN_CLOCKS + min(_best_clocks(schedule, problem, device), _others(problem, device))
-
-
-def _best_clocks(schedule: Schedule, problem: StridedProblem, device: Device) -> float:
-    """Returns the expected clocks with the best shape and number of splits."""
-    return min((time for time, _ in best_tiles(schedule, problem, device)), default=math.inf)
-
-
-def _others(problem: StridedProblem, device: Device) -> float:
-    """Returns the clocks with which another family computes a size. None computes maps of one row in TF32 fast."""
-    if problem.one_row and problem.item == 4:
-        return math.inf
-    multiply = macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
-    return OTHERS_PER_MULTIPLY[problem.item] * multiply

@@ -1,11 +1,16 @@
 """The expected time of the tiles of csrc/kernels/grad_input/im2col.cu (grad_input/im2col_tile.py), and the conflicts of
-their loads from shared memory. The functions are pure."""
+their loads from shared memory. The functions are pure.
+
+The constants are fitted to 2,335 times of an H100, in clocks of 1.7 GHz; the standard deviation of the logarithm is
+0.13 (docs/choice-by-cost.md).
+"""
 
 from __future__ import annotations
 
 from itertools import product
 from math import gcd
 
+from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.grad_input.im2col_tile import (
     STEP_WORDS,
     Im2colKernel,
@@ -24,22 +29,21 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.gradients.grad_output_tile import max_of_a_bank
 
-#: Bytes that a multiprocessor loads from the L2 in a clock; multiply-adds in a clock for each element of a word; bytes
-#: of a line of shared memory, clocks that a row of a box takes for each line that it touches, and its fewest clocks
-#: (fitted, docs/kernels/grad_input/im2col.md); bytes that a multiprocessor stores in a clock, and those of 16-bit
-#: positions that are not paired, which are half a sector each time (fitted); bytes that the memory moves; clocks that a
-#: tile takes beside its multiplies, and that a launch takes.
-LOAD_BYTES = 36
-MULTIPLY_MACS = 1024
-LINE_BYTES, LINE_CLOCKS, ROW_CLOCKS = 128, 3.3, 4
-STORE_BYTES, STORE_BYTES_UNPAIRED = 14, 4
-MEMORY_BYTES = 2300
-TILE_CLOCKS = 1500
-LAUNCH_CLOCKS = 5000
-#: Measured over expected clocks of the tiles; clocks of a byte of grad_output and grad_input where the memory takes
-#: longer than the tiles, of a byte that is read or written to pad grad_output's rows, and of the launch (fitted to 280
-#: times of an H100, in clocks of 1.7 GHz).
-MEASURED, BYTE_CLOCKS, PADDED_BYTE_CLOCKS, STAGE_CLOCKS = 0.88, 0.0007, 0.0009, 10000
+#: Clocks of the launch; of that of common/pad_rows.cu, and of a byte that it reads or writes; of a byte of grad_output
+#: and grad_input; further ones of a byte of grad_input whose rows are no whole sectors of memory; of a byte of the
+#: weights, and of partial sums.
+LAUNCH_CLOCKS, PADDING_LAUNCH_CLOCKS, PADDED_BYTE_CLOCKS = 13000, 3000, 0.0007
+BYTE_CLOCKS, RAGGED_BYTE_CLOCKS = 0.00018, 0.0004
+WEIGHT_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.0006, 0.0015
+#: Clocks of a tile beside its steps; of an element that it stores with 4 bytes, and with 2 where neighbouring positions
+#: are not paired.
+TILE_CLOCKS, STORE_CLOCKS, UNPAIRED_STORE_CLOCKS = 3500, 0.045, 0.56
+#: Clocks that a row of a box takes for each line of shared memory (of LINE_BYTES) that it touches, and for each byte;
+#: of a byte of the weights in a stage.
+LINE_BYTES, LINE_CLOCKS, ROW_BYTE_CLOCKS, STAGE_WEIGHT_BYTE_CLOCKS = 128, 3.8, 0.029, 0.017
+#: Clocks of a multiply over the multiplier's rate, of a load from shared memory for each pass over its banks, and of
+#: four channels of the weights that a multiply reads.
+MULTIPLY_CLOCKS, LOAD_CLOCKS, OPERAND_CLOCKS = 0.93, 0.76, 1.34
 
 
 def conflicts(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> float:
@@ -82,10 +86,10 @@ def step_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShap
     weights = 4 * STEP_WORDS * kernel.channels
     # Rows follow one another in shared memory without gaps, so a row may begin anywhere in a line.
     lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
-    load = weights / LOAD_BYTES + rows * max(ROW_CLOCKS, LINE_CLOCKS * lines, row / LOAD_BYTES)
+    load = STAGE_WEIGHT_BYTE_CLOCKS * weights + rows * max(LINE_CLOCKS * lines, ROW_BYTE_CLOCKS * row)
     loads = 16 * passes * (2 if halves(problem) else 1)
-    memory = multiplies * (loads + kernel.channels / 4) + (weights + rows * row) / 128
-    return max(1.05 * multiplies * kernel.channels / 2, memory, load)
+    operands = multiplies * (LOAD_CLOCKS * loads + OPERAND_CLOCKS * kernel.channels / 4)
+    return max(MULTIPLY_CLOCKS * multiplies * kernel.channels / 2, operands, load)
 
 
 def step_count(problem: StridedProblem, kernel: Im2colKernel, splits: int) -> float:
@@ -96,20 +100,25 @@ def step_count(problem: StridedProblem, kernel: Im2colKernel, splits: int) -> fl
 
 def store_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> float:
     """Returns the expected clocks that a work tile takes beside its steps, which are the same for all sizes."""
-    item = 4 if kernel.partial else problem.item
-    store_bytes = STORE_BYTES if shape.paired or item == 4 else STORE_BYTES_UNPAIRED
-    return kernel.positions * kernel.channels * item / store_bytes + TILE_CLOCKS
+    if kernel.partial or problem.item == 4:
+        of_element = STORE_CLOCKS
+    else:
+        of_element = 0.0 if shape.paired else UNPAIRED_STORE_CLOCKS
+    return TILE_CLOCKS + of_element * kernel.positions * kernel.channels
 
 
-def stage_clocks(problem: StridedProblem, of_tiles: float, padded_bytes: int) -> float:
-    """Returns the expected clocks of the stage. ``of_tiles``: the expected clocks of its tiles and of adding up their
-    partial sums. ``padded_bytes``: of a copy of grad_output with longer rows, if there is one."""
-    memory = BYTE_CLOCKS * problem.moved_bytes
-    return STAGE_CLOCKS + max(MEASURED * of_tiles, memory) + PADDED_BYTE_CLOCKS * 2 * padded_bytes
-
-
-def reduce_clocks(problem: StridedProblem, splits: int) -> float:
-    """Returns the expected clocks that adding up the partial sums takes."""
-    if splits == 1:
-        return 0.0
-    return LAUNCH_CLOCKS + 2 * 4 * problem.grad_input_elements * splits / MEMORY_BYTES
+def clocks(problem: StridedProblem, of_tiles: float, splits: int, padded_bytes: int) -> float:
+    """Returns the expected clocks of all launches. ``of_tiles``: those of the tiles. ``padded_bytes``: of a copy of
+    grad_output with longer rows, or 0 if there is none."""
+    g, outputs = problem.geometry, problem.grad_input_elements
+    ragged = problem.positions[1] * problem.item % SECTOR_BYTES
+    weights = g.in_channels_per_group * g.out_channels * g.taps
+    return (
+        LAUNCH_CLOCKS
+        + of_tiles
+        + BYTE_CLOCKS * problem.moved_bytes
+        + (RAGGED_BYTE_CLOCKS * outputs * problem.item if ragged else 0)
+        + WEIGHT_BYTE_CLOCKS * weights * problem.item
+        + (PARTIAL_BYTE_CLOCKS * 4 * outputs * splits if splits > 1 else 0)
+        + (PADDING_LAUNCH_CLOCKS + PADDED_BYTE_CLOCKS * 2 * padded_bytes if padded_bytes else 0)
+    )

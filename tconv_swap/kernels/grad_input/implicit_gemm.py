@@ -1,19 +1,20 @@
 """Plans the gradient of the input on tensor cores, which is a convolution of grad_output. The functions are pure.
 
 At stride 1 the kernels of the forward pass compute it (forward/stride1.py, forward/implicit_gemm.py). At other strides
-grad_input/implicit_gemm_tma.py computes in channels_last what TMA can load, and csrc/kernels/grad_input/
-implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu compute the rest. In NCHW these two, grad_input/im2col.py and
-grad_input/nchw_to_nhwc.py are ranked by their expected clocks.
+csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu do, grad_input/implicit_gemm_tma.py
+in channels_last, and grad_input/im2col.py and grad_input/nchw_to_nhwc.py in NCHW: grad_input/selection.py selects the
+kernels of a layer, and the one with the fewest expected clocks computes a size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
-from tconv_swap.kernels.common.ranked import Ranked, in_turn, made
+from tconv_swap.kernels.common.ranked import Ranked, in_turn
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
@@ -26,20 +27,24 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     make_problem,
 )
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
-from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
-from tconv_swap.kernels.grad_input.implicit_gemm_choice import phases_ahead, producer_registers
-from tconv_swap.kernels.grad_input.implicit_gemm_clocks import clocks
+from tconv_swap.kernels.grad_input.implicit_gemm_choice import Schedule, supports
+from tconv_swap.kernels.grad_input.implicit_gemm_choice import ranked as ranked_tiles
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     as_convolution,
     consumer_threads,
-    copy_registers,
     of_any_size,
     shared_bytes,
+)
+from tconv_swap.kernels.grad_input.implicit_gemm_registers import (
+    copy_registers,
+    phases_ahead,
+    producer_registers,
     tile_registers,
 )
+from tconv_swap.kernels.grad_input.selection import Kernels, kernels_for, kernels_of
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import (
     Argument,
@@ -56,10 +61,6 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "implicit_gemm"
-#: The most taps of a kernel. With more, the code would be too long: it has a multiply for each tap and step of k.
-MAX_TAPS = 64
-#: The most phases of an axis that have taps: a copy of the input has a bit for each.
-MAX_PHASES = 16
 
 
 @lru_cache(maxsize=256)
@@ -81,33 +82,51 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
         return _of_stride_one(problem, device, count)
-    # A map of one pixel has no stride; the other families were not measured for it.
-    strided = problem.geometry.stride != (1, 1)
-    if strided and not problem.channels_last:
-        return made(ranked(problem, device, count))
-    by_tma = grad_input_tma.part_candidates(convolution, device, max(1, count // 2)) if strided else []
-    return [*by_tma, *made(_ranked_here(convolution, device, count - len(by_tma)))]
+    found = ranked(problem, device)[:count]
+    if len(found) < count and count > 1:
+        found += _of_other_kernels(problem, device)
+    parts = dict.fromkeys(one.make() for one in found[: 2 * count])
+    return list(parts)[:count]
 
 
-def ranked(problem: Problem, device: Device, count: int) -> list[Ranked]:
-    """Returns at most ``count`` parts of a problem in NCHW with strides, with their expected clocks: the one that is
+def ranked(problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts of the layer's kernels for a problem with strides, with their expected clocks: the one that is
     expected to be the fastest, then the best of each family in turn."""
     convolution = as_convolution(problem)
-    families = (
-        grad_input_im2col.ranked(convolution, device, count),
-        grad_input_nchw_to_nhwc.ranked(problem, device, count),
-        _ranked_here(convolution, device, count),
+    return _ranked(kernels_of(of_any_size(convolution), device), problem, convolution, device)
+
+
+def ranked_from_copies(problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts of the layer's kernels that read channels_last, for a problem in NCHW whose grad_output is
+    copied already and whose weight is copied by another launch, with the expected clocks of all but the former."""
+    layer = of_any_size(as_convolution(problem))
+    return grad_input_nchw_to_nhwc.ranked_from_copies(
+        kernels_of(layer, device).implicit_gemm_tma, problem, device
     )
-    return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))[:count]
 
 
-def _ranked_here(convolution: StridedProblem, device: Device, count: int) -> list[Ranked]:
-    """Returns at most ``count`` parts of the implicit GEMM's own kernels for strides."""
-    if count <= 0 or not supports(convolution, device):
-        return []
+def _of_other_kernels(problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts of kernels that the layer may have, made for this size, in the same order."""
+    convolution = as_convolution(problem)
+    return _ranked(kernels_for(convolution, device), problem, convolution, device)
+
+
+def _ranked(kernels: Kernels, problem: Problem, convolution: StridedProblem, device: Device) -> list[Ranked]:
+    families = [grad_input_im2col.ranked(kernels.im2col, convolution, device)]
+    if convolution.input_channels_last:
+        families.append(grad_input_tma.ranked(kernels.implicit_gemm_tma, convolution, device))
+    else:
+        families.append(grad_input_nchw_to_nhwc.ranked(kernels.implicit_gemm_tma, problem, device))
+    if supports(convolution, device):
+        families.append(_ranked_here(kernels.implicit_gemm, convolution, device))
+    return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))
+
+
+def _ranked_here(among: Iterable[Schedule], convolution: StridedProblem, device: Device) -> list[Ranked]:
+    """Returns the parts of the implicit GEMM's own kernels that compute this size."""
     return [
-        Ranked(clocks(*tile, device), partial(lower, *tile, device.multiprocessors))
-        for tile in grad_input_choice.choose(convolution, device, count)
+        Ranked(expected, partial(lower, posed, tile, device.multiprocessors))
+        for expected, posed, tile in ranked_tiles(among, convolution, device)
     ]
 
 
@@ -182,15 +201,6 @@ def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
         return input_(2) if argument == input_(1) else argument
 
     return tuple(with_operands(launch, placed) for launch in launches)
-
-
-def supports(problem: StridedProblem, device: Device) -> bool:
-    """Returns whether the kernels for strides compute the problem, and faster than the general kernel."""
-    return (
-        forward_implicit_gemm.supports(problem, device)
-        and max(len(used) for used in problem.phases_used) <= MAX_PHASES
-        and problem.geometry.taps <= MAX_TAPS
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,88 +1,80 @@
-"""Chooses the tiles of csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu: at most four
-for all sizes of a layer, and one of them for each size. The functions are pure.
-
-A schedule is the tile that is expected to be the fastest for the size that represents a class of sizes. A size takes
-the schedule whose tiles cover its map with the fewest surplus positions.
-"""
+"""The tiles of csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu that a layer may have
+over all its sizes, and the best of those that it has for each size. The functions are pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import chain, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
-from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
-from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
-    StridedProblem,
-    consumer_threads,
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, block_count
+from tconv_swap.kernels.grad_input.implicit_gemm_clocks import clocks
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, phase_taps, shared_bytes
+from tconv_swap.kernels.grad_input.implicit_gemm_registers import (
     copy_registers,
-    of_any_size,
-    phase_taps,
-    shared_bytes,
-    sized,
+    max_copy_registers,
+    phases_ahead,
     tile_registers,
 )
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_implicit_gemm
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime.disk_cache import disk_cache
-from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
+#: The most taps of a kernel. With more, the code would be too long: it has a multiply for each tap and step of k.
+MAX_TAPS = 64
+#: The most phases of an axis that have taps: a copy of the input has a bit for each.
+MAX_PHASES = 16
 #: The most registers of a thread of grad_input/implicit_gemm_mma.cu, as tile_registers counts them: with more the
 #: compiler spills.
 MAX_TILE_REGISTERS = 150
-#: The same with three products: with more it was seen to spill.
-MAX_IEEE_REGISTERS = 64
 #: The most phases that are stages of their own in grad_input/implicit_gemm_wgmma.cu: a copy of the input has a bit for
 #: each.
 MAX_PHASE_STAGES = 16
 #: The same with three products. With more, ptxas does not have enough registers: a plan with 20 phases spilled 6 KB,
 #: and its result was wrong on an H200, though right in emulation. All plans with up to 4 phases were right.
 MAX_IEEE_PHASE_STAGES = 4
-#: Registers of a producer thread of grad_input/implicit_gemm_wgmma.cu that hold no input.
-PRODUCER_OVERHEAD = 64
-#: The most registers that hold input where addresses take registers as well: with more the compiler spills.
-MAX_COPY_REGISTERS = 64
-#: Registers of a consumer thread that are no accumulators.
-CONSUMER_OVERHEAD = 48
-#: Images, rows and columns of the maps of grad_input that represent large maps, maps of which large tiles leave
-#: multiprocessors idle, maps of which all tiles do, and small maps; the same for maps of one row, and for one pixel.
-LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
-LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
-ONE_PIXEL = (128, 1, 1)
-#: The cost of a position in the schedules of small maps, whose halo is relatively larger, relative to the first
-#: schedule.
-HANDICAP_SMALL = 1.15
-#: The cost of a position that mma.sync multiplies, relative to wgmma. With three products it took 1.6 times as long.
-HANDICAP_MMA = 1.6
-#: The same where partial sums are written although there are enough tiles, which took 1.6 to 2.6 times as long.
-HANDICAP_SPLIT = 1.6
-#: How many times as many positions smaller tiles may have that leave no multiprocessors idle.
-MAX_SURPLUS = 2
-#: Input channels of a group above which maps of 4 x 4 come before maps of 8 x 8.
-MANY_CHANNELS = 256
+
+
+def supports(problem: StridedProblem, device: Device) -> bool:
+    """Returns whether the kernels compute the problem, and faster than the general kernel."""
+    return (
+        forward_implicit_gemm.supports(problem, device)
+        and max(len(used) for used in problem.phases_used) <= MAX_PHASES
+        and problem.geometry.taps <= MAX_TAPS
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A tile for a class of sizes. ``problem``: of the size that represents the class. ``few``: for sizes that leave
-    multiprocessors idle otherwise. ``handicap``: the cost of a position, relative to the first schedule."""
+    """A kernel: its tile, and whether it computes only aligned rows of grad_output (``aligned_columns``), and only even
+    rows of grad_input. A tile of 2 splits stands for any number of splits above 1."""
 
-    problem: StridedProblem
     tile: Tile
-    few: bool = False
-    handicap: float = 1.0
+    aligned: bool = False
+    even: bool = False
+
+    def posed(self, problem: StridedProblem) -> StridedProblem:
+        """Returns the problem as the kernel is compiled for it."""
+        return replace(problem, aligned=self.aligned, even=self.even)
+
+    def computes_any_size(self, layer: StridedProblem) -> bool:
+        """Returns whether it is legal for all sizes of a layer, but images of 2 GiB."""
+        narrow = self.tile.wgmma and self.tile.cols < 8
+        if self.aligned or self.even or narrow:
+            return False
+        return layer.one_pixel or self.tile.images == self.tile.splits == 1
 
     def legal(self, problem: StridedProblem) -> bool:
         """Returns whether the kernel computes this size correctly."""
-        if self.problem.aligned and not problem.can_be_aligned:
+        if self.aligned and not problem.can_be_aligned:
             return False
-        if self.problem.even and problem.positions[1] % 2:
+        if self.even and problem.positions[1] % 2:
             return False
         tile, (positions_h, positions_w) = self.tile, problem.positions
+        if tile.splits > 1 and _most_splits(problem, tile) < 2:
+            return False
         if tile.wgmma and tile.cols < 8 and positions_w > tile.cols:
             return False
         # Offsets from a tile's first image are counted in 32 bits.
@@ -91,186 +83,72 @@ class Schedule:
         images = 1 + ceil_div(tile.cols, positions_h * positions_w) if problem.flat else tile.images
         return images * image_bytes < INT32_LIMIT
 
-    def multiplied(self, problem: StridedProblem) -> float:
-        """Returns how many positions the tiles of this size have, with those outside of the map, times the handicap."""
-        tile, batch, (rows, cols) = self.tile, problem.geometry.batch, problem.positions
-        if problem.flat:
-            return self.handicap * round_up(batch * rows * cols, tile.cols)
-        positions = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
-        return self.handicap * positions
 
-
-def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tuple[StridedProblem, Tile]]:
-    """Returns at most ``count`` tiles for this size, the one expected to be the fastest first. They are tiles of the
-    layer's schedules, followed, if ``count`` is larger, by those expected to be the fastest for this very size."""
-    legal = [one for one in schedules(of_any_size(problem), device) if one.legal(problem)]
-    if not legal:
-        return []
-    # Of equals, those of aligned rows are faster.
-    legal.sort(key=lambda one: not one.problem.aligned)
-
-    def idle(one: Schedule) -> bool:
-        blocks = block_count(problem, one.tile) // one.tile.splits
-        return 4 * blocks < 3 * device.multiprocessors
-
-    def cost(one: Schedule) -> float:
-        is_split_in_vain = one.tile.splits > 1 and not idle(one)
-        return one.multiplied(problem) * (HANDICAP_SPLIT if is_split_in_vain else 1.0)
-
-    usual = [one for one in legal if not one.few] or legal
-    best = min(usual, key=cost)
-    few = [one for one in legal if one.few]
-    if few and best.tile.splits == 1 and idle(best):
-        smaller = [one for one in usual if not idle(one) and cost(one) <= MAX_SURPLUS * cost(best)]
-        best = min(smaller, key=cost) if smaller else next((one for one in few if not idle(one)), few[-1])
-    adapted = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
-    found = [(adapted, _for_size(best.tile, problem, device))]
-    if count > 1:
-        adapted = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
-        others = (Schedule(adapted, tile) for tile in candidates(adapted, device))
-        found += [(adapted, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
-    return list(dict.fromkeys(found))[:count]
+def ranked(
+    among: Iterable[Schedule], problem: StridedProblem, device: Device
+) -> list[tuple[float, StridedProblem, Tile]]:
+    """Returns the tiles of those schedules that compute this size, with their expected clocks and the problem that
+    their kernels are compiled for, the one expected to be the fastest first."""
+    found = []
+    for one in among:
+        if one.legal(problem):
+            posed, tile = one.posed(problem), _for_size(one.tile, problem, device)
+            found.append((clocks(posed, tile, device), posed, tile))
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:
     if tile.splits == 1:
         return tile
-    splits = max(2, _splits(problem, replace(tile, splits=1), device.multiprocessors))
-    return tile if splits == tile.splits else replace(tile, splits=splits)
+    return replace(tile, splits=max(2, _splits(problem, replace(tile, splits=1), device.multiprocessors)))
 
 
-@disk_cache
-def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
-    """Returns the schedules of a layer (``of_any_size``), the one that computes any size first."""
-    share = share_of_implicit_gemm(layer, device, grad_input_im2col_choice.kernel_count(layer, device))
-    found: dict[tuple[bool, Tile], Schedule] = {}
-    for one in _classes(layer, device, share):
-        if len(found) == share:
-            break
-        kind = one.tile if one.tile.splits == 1 else replace(one.tile, splits=2)
-        found.setdefault((one.problem.aligned, kind), one)
-    return tuple(found.values())
+def _splits(problem: StridedProblem, tile: Tile, multiprocessors: int) -> int:
+    """Returns over how many blocks the sum over channels of a tile is split: several if there are few tiles
+    (split_k)."""
+    blocks, most, splits = block_count(problem, tile), _most_splits(problem, tile), 1
+    if 4 * blocks < 3 * multiprocessors:
+        room = multiprocessors * tile.blocks_per_multiprocessor
+        while 2 * splits * blocks <= room and 2 * splits <= most:
+            splits *= 2
+    return splits
 
 
-def _classes(layer: StridedProblem, device: Device, share: int) -> Iterator[Schedule]:
-    """Yields the schedules of all classes, those first that every layer needs. ``share``: how many the layer has. With
-    three or more, one of them is for small maps, and the first needs no splits."""
-    geometry = layer.geometry
-    one_row = geometry.kernel[0] == layer.step[0] == 1
-    large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
+def _most_splits(problem: StridedProblem, tile: Tile) -> int:
+    """Returns into how many parts the sum can be split, whose partial sums the workspace holds."""
+    chunks = ceil_div(problem.words, tile.chunk_words)
+    return min(chunks, WORKSPACE_LIMIT_BYTES // (4 * problem.grad_input_elements))
 
-    def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
-        nominal = replace(sized(layer, *size), aligned=aligned)
-        tile = next(candidates(nominal, device), None)
-        for_large = size in (MIDDLE, large) and not few and (share > 2 or (share == 2 and aligned))
-        if tile is not None and tile.splits > 1 and for_large:
-            # Larger maps take this schedule too, and need no splits.
-            nominal = replace(sized(layer, *large), aligned=aligned)
-            tile = next((one for one in candidates(nominal, device) if one.splits == 1), tile)
-        if tile is not None:
+
+def candidates(problem: StridedProblem, device: Device) -> Iterator[Schedule]:
+    """Yields the schedules whose tiles suit this size."""
+    for aligned, splits in product((False, True) if problem.can_be_aligned else (False,), (1, 2)):
+        for tile in _tiles(replace(problem, aligned=aligned, even=False), splits, device):
             # With mma.sync, warps store pairs of columns if this constant allows it; with wgmma they test it at run
             # time.
-            nominal = replace(nominal, even=aligned and not tile.wgmma)
-            handicap = (HANDICAP_SMALL if size in SMALL else 1.0) * (1.0 if tile.wgmma else HANDICAP_MMA)
-            yield Schedule(nominal, tile, few, handicap)
-
-    if layer.one_pixel:
-        yield from made(ONE_PIXEL)
-        return
-    if one_row or not layer.flat:
-        yield from made(large)
-        if not layer.input_channels_last:
-            yield from made(large, aligned=True)
-        yield from made(few, few=True)
-    elif layer.input_channels_last:
-        yield from (*made(large), *made(MIDDLE, few=True), *made(few, few=True))
-    else:
-        yield from (*made(MIDDLE), *made(large, aligned=True))
-        yield from (*made(MIDDLE, aligned=True, few=True), *made(few, few=True))
-    if not (layer.flat or one_row):
-        # Layers of many channels have smaller maps.
-        for size in SMALL[:: -1 if geometry.out_channels_per_group > MANY_CHANNELS else 1]:
-            yield from made(size)
+            even = aligned and not tile.wgmma and problem.positions[1] % 2 == 0
+            if splits == 1 or _splits(problem, replace(tile, splits=1), device.multiprocessors) > 1:
+                yield Schedule(tile, aligned, even)
 
 
-def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
-    """Yields tiles, the one expected to be the fastest first (docs/kernels/grad_input/implicit_gemm.md has the
-    measurements)."""
+def _tiles(problem: StridedProblem, splits: int, device: Device) -> Iterator[Tile]:
+    """Yields the tiles that suit this size, each with the most stages that fit."""
 
     def fits(tile: Tile) -> bool:
-        if tile.wgmma and copy_registers(problem, tile, 1) > _copy_registers(problem, tile):
+        if tile.wgmma and copy_registers(problem, tile, 1) > max_copy_registers(problem, tile):
             return False
         if not tile.wgmma and tile_registers(problem, tile) > MAX_TILE_REGISTERS:
             return False
         blocks = tile.blocks_per_multiprocessor
         return blocks * (shared_bytes(problem, tile) + 1024) <= device.shared_memory_per_block + 1024
 
-    tiles: list[Tile] = []
-    if device.architecture == "sm_90a":
-        tiles += _wgmma_tiles(problem)
-    tiles += _mma_tiles(problem)
-    splits = (_splits(problem, tile, device.multiprocessors) for tile in tiles)
-    tiles = [tile if n == 1 else replace(tile, splits=n) for tile, n in zip(tiles, splits, strict=True)]
-    tiles = [tile for tile in tiles if fits(tile)]
-    # Three products of mma.sync in NCHW spill many registers (measured on Hopper only).
-    narrow = not any(tile.wgmma for tile in tiles) and not problem.input_channels_last
-    crowds = narrow and problem.precision == "IEEE" and device.architecture == "sm_90a"
-    # Tiles that leave multiprocessors idle come last. Of the others those of wgmma come first, and in NCHW those
-    # without splits.
-    tiles.sort(
-        key=lambda tile: (
-            4 * block_count(problem, tile) < 3 * device.multiprocessors,
-            not tile.wgmma,
-            crowds and tile_registers(problem, tile) > MAX_IEEE_REGISTERS,
-            crowds and tile.splits == 1 and tile.blocks_per_multiprocessor == 1,
-            0 if problem.input_channels_last else tile.splits,
-        )
-    )
-    yield from dict.fromkeys(tiles)
-
-
-def producer_registers(tile: Tile) -> int:
-    """Returns how many registers a producer thread of grad_input/implicit_gemm_wgmma.cu has: those that the consumers
-    do not need."""
-    multiplying = consumer_threads(tile)
-    registers = REGISTERS // tile.blocks_per_multiprocessor
-    spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + CONSUMER_OVERHEAD)
-    return (
-        min(MAX_REGISTERS, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS))
-        // 8
-        * 8
-    )
-
-
-def _copy_registers(problem: StridedProblem, tile: Tile) -> int:
-    """Returns how many registers of a producer thread may hold addresses and elements on their way to a stage."""
-    plain = problem.flat and len(phase_taps(problem)) <= 4
-    return min(producer_registers(tile) - PRODUCER_OVERHEAD, 104 if plain else MAX_COPY_REGISTERS)
-
-
-def phases_ahead(problem: StridedProblem, tile: Tile) -> int:
-    """Returns how many phases grad_input/implicit_gemm_wgmma.cu loads ahead: as many as registers hold, and as divide
-    the number of phases."""
-    phases, room = len(phase_taps(problem)), _copy_registers(problem, tile)
-    return max(
-        ahead
-        for ahead in (1, 2, 3, 4)
-        if ahead == 1 or (phases % ahead == 0 and copy_registers(problem, tile, ahead) <= room)
-    )
-
-
-def _splits(problem: StridedProblem, tile: Tile, multiprocessors: int) -> int:
-    """Returns over how many blocks the sum over channels of a tile is split: several if there are few tiles
-    (split_k)."""
-    geometry = problem.geometry
-    chunks, blocks = ceil_div(problem.words, tile.chunk_words), block_count(problem, tile)
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    most, splits = min(chunks, WORKSPACE_LIMIT_BYTES // (4 * count)), 1
-    if 4 * blocks < 3 * multiprocessors:
-        room = multiprocessors * tile.blocks_per_multiprocessor
-        while 2 * splits * blocks <= room and 2 * splits <= most:
-            splits *= 2
-    return splits
+    found: set[Tile] = set()
+    by_wgmma = _wgmma_tiles(problem) if device.architecture == "sm_90a" else ()
+    for tile in chain(by_wgmma, _mma_tiles(problem)):
+        split, of_any_stages = replace(tile, splits=splits), replace(tile, stages=1)
+        if of_any_stages not in found and fits(split):
+            found.add(of_any_stages)
+            yield split
 
 
 def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:

@@ -7,14 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
-from tconv_swap.kernels.common.schedules import (
-    CHANNEL_COLUMNS,
-    ONE_PIXEL,
-    SINGLE,
-    SIZES,
-    SIZES_OF_ONE_ROW,
-    UNUSUAL,
-)
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     STEP_WORDS,
@@ -187,33 +179,6 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
     return replace(problem, geometry=resized)
 
 
-def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
-    """Returns the sizes that represent all sizes of a layer, and the weight of each."""
-    channels, (least, most) = layer.geometry.out_channels_per_group, CHANNEL_COLUMNS
-    sizes: tuple[tuple[int, int, int], ...]
-    if layer.one_pixel or layer.one_row:
-        sizes = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW
-        weights = [SINGLE if batch == 1 else 1.0 for batch, _, _ in sizes]
-    else:
-        sizes = SIZES
-        weights = [
-            (SINGLE if batch == 1 else 1.0) * (1.0 if least <= channels * columns <= most else UNUSUAL)
-            for batch, _, columns in sizes
-        ]
-    found = [sized(layer, *size) for size in sizes]
-    return [_of_whole_strides(one) for one in found] if sizes is SIZES_OF_ONE_ROW else found, weights
-
-
-def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
-    """Returns the problem with the output_padding that makes grad_output's columns whole strides, as layers that
-    multiply the length of their input have it."""
-    geometry, step = problem.geometry, problem.step[1]
-    added = -geometry.width % step
-    missing_h, missing_w = geometry.output_padding
-    resized = replace(geometry, width=geometry.width + added, output_padding=(missing_h, missing_w - added))
-    return replace(problem, geometry=resized)
-
-
 @lru_cache(maxsize=256)
 def of_any_size(problem: StridedProblem) -> StridedProblem:
     """Returns a problem that is the same for all sizes of a layer. A map of one pixel may have another step than the
@@ -333,35 +298,6 @@ def copy_slots(problem: StridedProblem, tile: Tile) -> int:
     copy_pixels = 1 if problem.input_channels_last else copy_elements(problem, tile)
     places = tile.images * rows * (cols // copy_pixels) * tile.chunk_words // 4
     return ceil_div(places, PRODUCER_THREADS)
-
-
-def copy_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:
-    """Returns about how many registers a producer thread needs for its addresses and for the elements of ``ahead``
-    phases on their way to a stage."""
-    carried = 4
-    if not problem.input_channels_last:
-        carried *= max(copy_elements(problem, tile), 4 // problem.item)
-    return copy_slots(problem, tile) * (4 + ahead * carried)
-
-
-def tile_registers(problem: StridedProblem, tile: Tile) -> int:
-    """Returns about how many registers of a thread of grad_input/implicit_gemm_mma.cu hold accumulators, fragments of
-    the input, addresses, and elements on their way to a stage."""
-    rows, cols, _ = copied_box(problem, tile)
-    copy = copy_elements(problem, tile)
-    places, sharers = tile.images * rows * cols, 1
-    if problem.input_channels_last:
-        places = places * tile.chunk_words * 4 // (copy * problem.item)
-        staged = 0
-    else:
-        places //= copy
-        while sharers < tile.chunk_words and 2 * sharers * places <= tile.threads:
-            sharers *= 2
-        staged = tile.chunk_words // sharers * 2 * ceil_div(copy, 2) if problem.item == 2 else 0
-    slots = ceil_div(places, tile.threads // sharers)
-    reach = tile.fragment[1] * (tile.warp_rows - 1) + problem.max_shift[0] + 1
-    fragments = 2 * tile.warp_images * reach * tile.warp_cols * problem.parts
-    return 4 * tile.warp_fragments + fragments + slots * (3 + staged)
 
 
 def layer_constants(layer: StridedProblem, split: bool) -> tuple[tuple[str, Constant], ...]:

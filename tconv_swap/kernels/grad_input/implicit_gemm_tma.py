@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
 from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import map_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import Schedule
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import ranked as ranked_tiles
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
 from tconv_swap.kernels.grad_input.tma_gemm import may_load
 from tconv_swap.kernels.problem import Device
@@ -42,7 +45,7 @@ MAX_TILE_SIDE = 512
 def supports(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if not may_load(problem, device):
+    if not may_load(problem, device) or not grad_input_tma_shape.fills_chunks(problem):
         return False
     if not (problem.input_channels_last and problem.weight_channels_last):
         return False
@@ -61,11 +64,15 @@ def supports(problem: StridedProblem, device: Device) -> bool:
     )
 
 
-def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    if not grad_input_tma_shape.fills_chunks(problem) or not supports(problem, device):
+def ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size with their expected clocks, the one that is expected to
+    be the fastest first."""
+    if not supports(problem, device):
         return []
-    return [lower(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
+    return [
+        Ranked(clocks, partial(lower, problem, tile, device.multiprocessors))
+        for clocks, tile in ranked_tiles(among, problem, device)
+    ]
 
 
 def lower(

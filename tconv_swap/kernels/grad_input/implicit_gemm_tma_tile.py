@@ -1,5 +1,5 @@
-"""The tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu: the shared memory that each takes, its expected time, and
-the shapes of each kernel. grad_input/implicit_gemm_tma_choice.py chooses among them."""
+"""The tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu: the shared memory that each takes, and the shapes of each
+kernel. grad_input/implicit_gemm_tma_choice.py chooses among them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ MAX_WEIGHT_STAGES = 12
 MIN_TAPS_AHEAD = 0.75
 #: Of equals, tiles with long rows were faster (columns of taps overlap), but not those with longer ones.
 LONG_ROW = 64
-#: Clocks of a multiply of 64 positions by 256 channels, for one tap of one chunk; bytes that a multiprocessor loads
-#: from the L2 in a clock, and those that it stores (fitted, docs/kernels/grad_input/implicit_gemm_tma.md); bytes of
-#: weights that it loads where all blocks read the same ones at a time, which is what its port takes.
-MULTIPLY_CLOCKS = 512
-LOAD_BYTES, SHARED_LOAD_BYTES = 41, 64
-STORE_BYTES = 14
-#: Bytes of partial sums that are written and read in a clock, most of them in the L2, and clocks that a launch takes.
-PARTIAL_SUM_BYTES = 4600
-LAUNCH_CLOCKS = 5000
 
 
 def fetched_bytes(problem: StridedProblem) -> int:
@@ -91,30 +82,6 @@ def work_count(problem: StridedProblem, tile: TmaTile) -> int:
     geometry = problem.geometry
     blocks = ceil_div(geometry.out_channels_per_group, tile.channels)
     return images * rows * cols * blocks * geometry.groups * tile.splits
-
-
-def tile_clocks(problem: StridedProblem, tile: TmaTile, in_step: bool = False) -> float:
-    """Returns the expected clocks of one tile, without the time of the memory, which is the same for all tiles but for
-    the cost of splits. ``in_step``: whether all blocks began together, so that they read the same weights at a time."""
-    geometry = problem.geometry
-    out_item = 4 if tile.splits > 1 else problem.item
-    multiplies = geometry.taps * tile.positions / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
-    weights = geometry.taps * tile.channels * ROW_BYTES / (SHARED_LOAD_BYTES if in_step else LOAD_BYTES)
-    load = phase_count(problem, tile) * box_pixels(problem, tile) * ROW_BYTES / LOAD_BYTES + weights
-    steps = ceil_div(chunks(problem), tile.splits)
-    store = tile.positions * tile.channels * out_item / STORE_BYTES
-    return steps * max(multiplies, load) + store
-
-
-def clocks(problem: StridedProblem, tile: TmaTile, multiprocessors: int) -> float:
-    """Returns the expected clocks of all tiles, as ``tile_clocks``."""
-    geometry = problem.geometry
-    rounds = ceil_div(work_count(problem, tile), multiprocessors)
-    total = rounds * tile_clocks(problem, tile, in_step=rounds == 1)
-    if tile.splits > 1:
-        count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-        total += LAUNCH_CLOCKS + 2 * 4 * count * tile.splits / PARTIAL_SUM_BYTES
-    return total
 
 
 def legal(problem: StridedProblem, tile: TmaTile) -> bool:

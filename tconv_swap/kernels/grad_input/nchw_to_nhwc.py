@@ -4,73 +4,103 @@ stores NCHW. The functions are pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, transpose
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import may_be_transposed
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import clocks
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import Schedule
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import ranked as ranked_tiles
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile, fills_chunks
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import Part, input_, workspace
 
 FAMILY = f"nchw_to_nhwc, {grad_input_tma.FAMILY}"
-#: Clocks of each launch, measured over expected clocks of the tiles, and clocks of a byte of grad_input, which is
-#: stored in short segments, and of a byte that is read or written to copy grad_output and the weight (fitted to 158
-#: times of an H100, in clocks of 1.7 GHz).
-LAUNCH_CLOCKS, MEASURED, STORED_BYTE_CLOCKS, COPIED_BYTE_CLOCKS = 6000, 1.02, 0.001, 0.0006
+#: The copy engine loads multiples of so many channels of 16 bits.
+TMA_CHANNELS = 8
+#: Clocks of a launch that copies, and of a byte that it reads or writes (fitted to 810 times of an H100, in clocks of
+#: 1.7 GHz).
+COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 2700, 0.00064
 
 
-def ranked(problem: Problem, device: Device, count: int) -> list[Ranked]:
-    """Returns at most ``count`` parts with their expected clocks, the one that is expected to be the fastest first.
+def supports_some_size(layer: StridedProblem, device: Device) -> bool:
+    """Returns whether the kernels that read copies compute sizes of a layer. In TF32 im2col was faster."""
+    g = layer.geometry
+    if layer.item != 2 or layer.input_channels_last or layer.weight_channels_last or layer.one_pixel:
+        return False
+    if device.architecture != "sm_90a" or max(layer.step) == 1 or not fills_chunks(layer):
+        return False
+    return g.in_channels_per_group % TMA_CHANNELS == g.out_channels % TMA_CHANNELS == 0
+
+
+def supports(problem: StridedProblem, device: Device) -> bool:
+    """Returns whether copies of this size are possible."""
+    return (
+        supports_some_size(problem, device)
+        and sum(_copied_bytes(problem)) <= MAX_COPY_BYTES
+        and grad_input_tma.supports(convolution_of_copies(problem), device)
+    )
+
+
+@lru_cache(maxsize=256)
+def convolution_of_copies(problem: StridedProblem) -> StridedProblem:
+    """Returns the problem that the copies pose: channels_last, with an output in NCHW."""
+    return replace(problem, input_channels_last=True, weight_channels_last=True)
+
+
+def ranked(among: Iterable[Schedule], problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size, with their expected clocks, the one that is expected to
+    be the fastest first.
 
     Inputs: grad_output, input, weight (16-byte aligned). Output: the gradient of the input. Workspace: the copies, at
     most ``MAX_COPY_BYTES``, and the sums of splits.
     """
-    if not supports(problem, device):
+    convolution = as_convolution(problem)
+    if not supports(convolution, device):
         return []
-    convolution = convolution_of_copies(problem)
+    copies = convolution_of_copies(convolution)
     return [
-        Ranked(
-            expected(problem, tile, device, grad_output_is_copied=False),
-            partial(_lower, problem, convolution, tile, device),
-        )
-        for tile in choose(convolution, device, count)
+        Ranked(expected(convolution, of_tiles), partial(_lower, problem, copies, tile, device))
+        for of_tiles, tile in ranked_tiles(among, copies, device)
     ]
 
 
-def supports(problem: Problem, device: Device) -> bool:
-    """Returns whether the layer has kernels that read copies, and copies are possible."""
+def ranked_from_copies(among: Iterable[Schedule], problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the same without the launches that copy: the parts read grad_output and weight in channels_last. Their
+    expected clocks include the copy of the weight."""
     convolution = as_convolution(problem)
-    if not may_be_transposed(convolution, device) or problem.weight_channels_last:
-        return False
-    return sum(tensor.bytes for tensor in copied(problem)) <= MAX_COPY_BYTES and grad_input_tma.supports(
-        convolution_of_copies(problem), device
-    )
+    if not supports(convolution, device):
+        return []
+    copies = convolution_of_copies(convolution)
+    return [
+        Ranked(
+            expected(convolution, of_tiles, copied_share=0),
+            partial(grad_input_tma.lower, copies, tile, device.multiprocessors),
+        )
+        for of_tiles, tile in ranked_tiles(among, copies, device)
+    ]
 
 
-def convolution_of_copies(problem: Problem) -> StridedProblem:
-    """Returns the problem that the copies pose: channels_last, with an output in NCHW."""
-    copies = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
-    return replace(copies, output_channels_last=False)
-
-
-def expected(problem: Problem, tile: TmaTile, device: Device, grad_output_is_copied: bool) -> float:
-    """Returns the expected clocks of the launch that computes and of those that copy the weight and, unless it is
-    copied already, grad_output."""
-    convolution = convolution_of_copies(problem)
-    tensors = copied(problem)[1 if grad_output_is_copied else 0 :]
+def expected(problem: StridedProblem, of_tiles: float, copied_share: float = 1.0) -> float:
+    """Returns the expected clocks of the launches that compute (``of_tiles``) and of those that copy the weight and
+    grad_output. ``copied_share``: of the copy of grad_output; 0 if it is copied already."""
+    grad_output, weight = _copied_bytes(problem)
     return (
-        LAUNCH_CLOCKS * (1 + len(tensors))
-        + MEASURED * clocks(convolution, tile, device.multiprocessors)
-        + STORED_BYTE_CLOCKS * problem.dtype.itemsize * convolution.grad_input_elements
-        + COPIED_BYTE_CLOCKS * 2 * sum(tensor.bytes for tensor in tensors)
+        of_tiles
+        + COPY_LAUNCH_CLOCKS * (1 + copied_share)
+        + COPIED_BYTE_CLOCKS * 2 * (weight + copied_share * grad_output)
     )
+
+
+def _copied_bytes(problem: StridedProblem) -> tuple[int, int]:
+    """Returns the bytes of the copies of grad_output and the weight."""
+    g = problem.geometry
+    grad_output = g.batch * g.in_channels * g.height * g.width
+    return grad_output * problem.item, g.in_channels_per_group * g.out_channels * g.taps * problem.item
 
 
 def copied(problem: Problem) -> tuple[Matrices, Matrices]:

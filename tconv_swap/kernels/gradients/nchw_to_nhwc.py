@@ -17,9 +17,7 @@ from tconv_swap.kernels.common.nchw_to_nhwc import (
     transpose,
 )
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
-from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.gradients import nchw_to_nhwc_pays as gradients_nchw_to_nhwc_pays
 from tconv_swap.kernels.problem import Device, Problem
@@ -84,24 +82,19 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
 def _faster_grad_input(problem: Problem, device: Device) -> GradientPart | None:
     """Returns grad_input, from the copies where that is expected to be faster than every part that reads the tensors as
     they lie. grad_output is copied for grad_weight in any case."""
-    direct = grad_input_implicit_gemm.ranked(problem, device, 1)
-    tiles = []
-    if grad_input_nchw_to_nhwc.supports(problem, device):
-        tiles = choose(grad_input_nchw_to_nhwc.convolution_of_copies(problem), device)
-    if tiles:
-        clocks = grad_input_nchw_to_nhwc.expected(problem, tiles[0], device, grad_output_is_copied=True)
-        if not direct or clocks <= direct[0].clocks:
-            return nhwc_grad_input(problem, device)
+    direct = grad_input_implicit_gemm.ranked(problem, device)
+    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
+    if copies and (not direct or copies[0].clocks <= direct[0].clocks):
+        return nhwc_grad_input(problem, device)
     return direct_grad_input(problem, device)
 
 
 def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
     """Returns grad_input in NCHW, computed from copies of grad_output and the weight in channels_last."""
-    convolution = grad_input_nchw_to_nhwc.convolution_of_copies(problem)
-    parts = grad_input_tma.part_candidates(convolution, device, 1)
-    return (
-        GradientPart(parts[0], Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT)) if parts else None
-    )
+    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
+    if not copies:
+        return None
+    return GradientPart(copies[0].make(), Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT))
 
 
 def direct_grad_input(problem: Problem, device: Device) -> GradientPart | None:

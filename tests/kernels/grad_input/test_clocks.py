@@ -1,4 +1,4 @@
-"""The expected clocks by which the families of the gradient of the input in NCHW are ranked."""
+"""The expected clocks by which the families of the gradient of the input are ranked."""
 
 from __future__ import annotations
 
@@ -7,80 +7,206 @@ from dataclasses import replace
 
 import pytest
 import torch
+from size_cases import H200
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_clocks as grad_input_im2col_clocks
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_clocks as grad_input_clocks
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_clocks as grad_input_tma_clocks
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
-from tconv_swap.kernels.grad_input.im2col_clocks import BYTE_CLOCKS, MEASURED, STAGE_CLOCKS, stage_clocks
-from tconv_swap.kernels.grad_input.implicit_gemm_choice import choose
-from tconv_swap.kernels.grad_input.implicit_gemm_clocks import LAUNCH_CLOCKS, PARTIAL_BYTE_CLOCKS, clocks
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
+    StridedProblem,
+    as_convolution,
+    of_any_size,
+    sized,
+)
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
+from tconv_swap.kernels.grad_input.selection import kernels_for, kernels_of
 
-H200 = plan.Device("sm_90a", 132, 227 << 10)
 LAYER = Geometry(330, 256, 16, 16, 128, (4, 4), (2, 2), (1, 1))
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"))
 
 
-def problem(geometry: Geometry, mode: tuple[torch.dtype, str] = MODES[1]) -> plan.Problem:
-    return plan.Problem(geometry, *mode, False, False)
+def problem(
+    geometry: Geometry, mode: tuple[torch.dtype, str] = MODES[1], channels_last: bool = False
+) -> plan.Problem:
+    return plan.Problem(geometry, *mode, channels_last, channels_last)
 
 
+def with_columns(posed: StridedProblem, columns: int) -> StridedProblem:
+    """Returns the problem with so many columns of grad_input."""
+    return sized(posed, posed.geometry.batch, posed.positions[0], columns)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_family_with_the_fewest_clocks_comes_first(mode: tuple[torch.dtype, str]) -> None:
+def test_the_kernel_with_the_fewest_clocks_comes_first(
+    mode: tuple[torch.dtype, str], channels_last: bool
+) -> None:
     rng = random.Random(3)
     taken = set()
     for _ in range(60):
-        channels = [rng.choice((64, 128, 256)) for _ in range(2)]
+        channels = [rng.choice((128, 256)), rng.choice((32, 128))]
         kernel, stride, padding, output_padding = rng.choice(((4, 2, 1, 0), (3, 2, 1, 1), (2, 2, 0, 0)))
         side = rng.choice((4, 7, 10, 14, 20, 32, 37, 64))
-        posed = problem(
-            Geometry(
-                max(1, 16384 // side**2),
-                channels[0],
-                side,
-                side,
-                channels[1],
-                (kernel, kernel),
-                (stride, stride),
-                (padding, padding),
-                (output_padding, output_padding),
-            ),
-            mode,
+        geometry = Geometry(
+            max(1, 16384 // side**2),
+            channels[0],
+            side,
+            side,
+            channels[1],
+            (kernel, kernel),
+            (stride, stride),
+            (padding, padding),
+            (output_padding, output_padding),
         )
+        posed = problem(geometry, mode, channels_last)
         convolution = as_convolution(posed)
-        found = grad_input_implicit_gemm.ranked(posed, H200, 4)
-        problem_and_tile = choose(convolution, H200)
-        best = [clocks(*one, H200) for one in problem_and_tile]
-        best += [one.clocks for one in grad_input_im2col.ranked(convolution, H200, 1)]
-        best += [one.clocks for one in grad_input_nchw_to_nhwc.ranked(posed, H200, 1)]
+        kernels = kernels_of(of_any_size(convolution), H200)
+        own = grad_input_choice.ranked(kernels.implicit_gemm, convolution, H200)
+        best = [clocks for clocks, *_ in own]
+        best += [one.clocks for one in grad_input_im2col.ranked(kernels.im2col, convolution, H200)]
+        if channels_last:
+            by_tma = grad_input_tma.ranked(kernels.implicit_gemm_tma, convolution, H200)
+        else:
+            by_tma = grad_input_nchw_to_nhwc.ranked(kernels.implicit_gemm_tma, posed, H200)
+        best += [one.clocks for one in by_tma]
+        found = grad_input_implicit_gemm.ranked(posed, H200)
         assert found[0].clocks == min(best)
+        assert sorted(one.clocks for one in found) == sorted(best)
         made = grad_input_implicit_gemm.part_candidates(posed, H200, 1)[0]
         assert made == found[0].make()
         taken.add(made.family)
-    copies = {grad_input_nchw_to_nhwc.FAMILY} if mode[0] == torch.float16 else set()
-    assert taken == {"im2col", "implicit_gemm"} | copies
+        # Then the best of each other family.
+        families = [one.make().family for one in found]
+        assert len(set(families[: len(set(families))])) == len(set(families))
+    if channels_last:
+        assert {"implicit_gemm_tma"} <= taken <= {"implicit_gemm_tma", "implicit_gemm"}
+    else:
+        copies = {grad_input_nchw_to_nhwc.FAMILY} if mode[0] == torch.float16 else set()
+        assert taken == {"im2col", "implicit_gemm"} | copies
 
 
 def test_the_clocks_of_the_implicit_gemm_grow_with_rounds_copies_and_splits() -> None:
     posed = as_convolution(problem(LAYER))
-    ((_, tile),) = choose(posed, H200)
-    tile = replace(tile, splits=1)
-    plain = replace(posed, aligned=False)
-    twice = replace(plain, geometry=replace(plain.geometry, batch=2 * LAYER.batch))
-    once = clocks(plain, tile, H200) - LAUNCH_CLOCKS
-    assert 1.9 * once < clocks(twice, tile, H200) - LAUNCH_CLOCKS < 2.1 * once
-    assert clocks(replace(plain, aligned=True), tile, H200) < clocks(plain, tile, H200)
-    partial_bytes = 2 * 4 * posed.grad_input_elements
-    more = clocks(plain, replace(tile, splits=2), H200) - clocks(plain, tile, H200)
+    own = grad_input_choice.ranked(kernels_for(posed, H200).implicit_gemm, posed, H200)
+    tile = next(tile for _, _, tile in own if tile.wgmma)
+    tile, plain = replace(tile, splits=1), replace(posed, aligned=False, even=False)
+
+    def clocks(one: StridedProblem, splits: int = 1) -> float:
+        return grad_input_clocks.clocks(one, replace(tile, splits=splits), H200)
+
+    g = posed.geometry
+    weights = g.in_channels_per_group * g.out_channels * g.taps * posed.item
+    fixed = grad_input_clocks.LAUNCH_CLOCKS + grad_input_clocks.PACKED_BYTE_CLOCKS * 2 * weights
+    twice = replace(plain, geometry=replace(g, batch=2 * LAYER.batch))
+    once = clocks(plain) - fixed
+    assert 1.9 * once < clocks(twice) - fixed < 2.1 * once
+    assert clocks(replace(plain, aligned=True)) < clocks(plain)
     # Two rounds of half the sum take as long as one of all of it.
-    assert more == pytest.approx(PARTIAL_BYTE_CLOCKS * partial_bytes, rel=0.1)
+    partial_bytes = 2 * 4 * posed.grad_input_elements
+    more = clocks(plain, 2) - clocks(plain)
+    assert more > grad_input_clocks.PARTIAL_BYTE_CLOCKS * partial_bytes
+    assert more == pytest.approx(grad_input_clocks.PARTIAL_BYTE_CLOCKS * partial_bytes, rel=0.1)
 
 
-def test_the_clocks_of_im2col_are_its_tiles_or_its_bytes_and_the_padding_of_rows() -> None:
+def test_multiplies_by_mma_take_longer_and_odd_rows_are_stored_one_element_at_a_time() -> None:
+    posed = replace(as_convolution(problem(LAYER)), aligned=False)
+    own = [
+        tile for _, _, tile in grad_input_choice.ranked(kernels_for(posed, H200).implicit_gemm, posed, H200)
+    ]
+    by_wgmma, by_mma = (
+        min(grad_input_clocks.clocks(posed, one, H200) for one in own if one.wgmma == wgmma)
+        for wgmma in (True, False)
+    )
+    assert by_mma > 1.5 * by_wgmma
+    # Tiles of 8 or 16 columns are as many for both, so only the bytes differ.
+    tile = next(one for one in own if one.splits == 1 and one.cols in (8, 16))
+    even, odd = with_columns(posed, 14), with_columns(posed, 13)
+    bytes_of_odd = odd.grad_input_elements * odd.item
+    longer = grad_input_clocks.clocks(odd, tile, H200) - grad_input_clocks.clocks(even, tile, H200)
+    moved = grad_input_clocks.BYTE_CLOCKS * (odd.moved_bytes - even.moved_bytes)
+    assert longer == pytest.approx(moved + grad_input_clocks.ODD_BYTE_CLOCKS * bytes_of_odd)
+    last = replace(odd, input_channels_last=True, output_channels_last=True, weight_channels_last=True)
+    last_even = replace(even, input_channels_last=True, output_channels_last=True, weight_channels_last=True)
+    assert grad_input_clocks.clocks(last, tile, H200) <= grad_input_clocks.clocks(last_even, tile, H200)
+
+
+def test_the_clocks_of_im2col_are_its_tiles_its_bytes_its_sums_and_the_padding_of_rows() -> None:
+    of = grad_input_im2col_clocks
     posed = as_convolution(problem(LAYER, MODES[0]))
-    memory = BYTE_CLOCKS * posed.moved_bytes
-    assert stage_clocks(posed, 0.0, 0) == STAGE_CLOCKS + memory
-    assert stage_clocks(posed, 2 * memory / MEASURED, 0) == pytest.approx(STAGE_CLOCKS + 2 * memory)
-    assert stage_clocks(posed, 0.0, 1 << 20) > STAGE_CLOCKS + memory
+    g = posed.geometry
+    weights = g.in_channels_per_group * g.out_channels * g.taps * posed.item
+    least = of.LAUNCH_CLOCKS + of.BYTE_CLOCKS * posed.moved_bytes + of.WEIGHT_BYTE_CLOCKS * weights
+    assert of.clocks(posed, 0.0, 1, 0) == pytest.approx(least)
+    assert of.clocks(posed, 1e6, 1, 0) == pytest.approx(least + 1e6)
+    partial_bytes = 4 * posed.grad_input_elements
+    for splits in (2, 4):
+        sums = of.PARTIAL_BYTE_CLOCKS * splits * partial_bytes
+        assert of.clocks(posed, 0.0, splits, 0) == pytest.approx(least + sums)
+    padding = of.PADDING_LAUNCH_CLOCKS + of.PADDED_BYTE_CLOCKS * 2 * (1 << 20)
+    assert of.clocks(posed, 0.0, 1, 1 << 20) == pytest.approx(least + padding)
+    # 15 columns are no whole sectors of 32 bytes.
+    ragged = with_columns(posed, 15)
+    more = of.clocks(ragged, 0.0, 1, 0) - of.BYTE_CLOCKS * ragged.moved_bytes
+    without = least - of.BYTE_CLOCKS * posed.moved_bytes
+    assert more - without == pytest.approx(of.RAGGED_BYTE_CLOCKS * 4 * ragged.grad_input_elements)
+
+
+def tma_tiles(posed: StridedProblem) -> list[TmaTile]:
+    """Returns the best shape of every kernel for a size."""
+    return [
+        grad_input_tma_choice.in_best_shape(one, posed, H200)
+        for one in grad_input_tma_choice.candidates(of_any_size(posed), H200)
+    ]
+
+
+def test_the_clocks_of_loads_by_tma_grow_with_rounds_and_splits() -> None:
+    posed = as_convolution(problem(LAYER.with_batch(3300), channels_last=True))
+    twice = replace(posed, geometry=replace(posed.geometry, batch=6600))
+    nothing = replace(posed, geometry=replace(posed.geometry, batch=0))
+    of = grad_input_tma_clocks
+    for tile in tma_tiles(posed):
+        fixed = of.clocks(nothing, tile, 132)
+        assert fixed >= of.LAUNCH_CLOCKS
+        once = of.clocks(posed, tile, 132) - fixed
+        assert 1.9 * once < of.clocks(twice, tile, 132) - fixed < 2.1 * once, tile
+        if tile.splits > 1:
+            whole = replace(tile, splits=1)
+            sums = of.PARTIAL_BYTE_CLOCKS * 4 * posed.grad_input_elements * tile.splits
+            assert of.clocks(posed, tile, 132) > of.clocks(posed, whole, 132) + 0.9 * sums
+
+
+def test_two_consumers_are_faster_only_where_both_have_tiles() -> None:
+    """The one multiplies while the other stores, which takes long where there are few taps and NCHW is stored."""
+    layer = Geometry(330, 128, 16, 16, 64, (2, 2), (2, 2))
+    posed, alone = (
+        replace(
+            as_convolution(problem(layer.with_batch(batch), channels_last=True)), output_channels_last=False
+        )
+        for batch in (330, 1)
+    )
+    pairs = [tile for tile in tma_tiles(posed) if tile.consumers > 1]
+    assert pairs
+    for tile in pairs:
+        one = replace(tile, consumers=1)
+        of_two, of_one = (grad_input_tma_clocks.clocks(posed, each, 132) for each in (tile, one))
+        assert of_two < of_one
+        assert grad_input_tma_tile.work_count(alone, tile) <= 132
+        of_two, of_one = (grad_input_tma_clocks.clocks(alone, each, 132) for each in (tile, one))
+        assert of_two == of_one
+
+
+def test_a_tile_that_stores_nchw_takes_longer() -> None:
+    posed = as_convolution(problem(LAYER, channels_last=True))
+    in_nchw = replace(posed, output_channels_last=False)
+    for tile in tma_tiles(posed):
+        of_each = [grad_input_tma_clocks.tile_clocks(one, tile) for one in (posed, in_nchw)]
+        assert of_each[0] < of_each[1]

@@ -23,6 +23,7 @@ from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
+from tconv_swap.kernels.grad_input.selection import kernels_of, representatives
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
@@ -225,25 +226,29 @@ def test_four_words_have_the_distances_of_the_first_four_in_every_box(seed: int)
 
 
 def test_a_size_gets_the_shape_that_is_expected_to_be_the_fastest() -> None:
-    """One kernel has another shape for each of these maps, and none is faster than the one that is chosen."""
-    chosen = set()
+    """A kernel has other shapes for these maps, and none is faster than the one that is chosen."""
+    layer = of_any_size(as_convolution(plan.Problem(DECODER, torch.float16, "ieee", False, False)))
+    schedules = grad_input_im2col_choice.candidates(layer, representatives(layer)[0], H200)
+    chosen: dict[Im2colKernel, set[Im2colShape]] = {}
     for batch, side in ((64, 4), (64, 8), (64, 16), (8, 64), (8, 128)):
-        geometry = replace(UNET1, kernel=(4, 4), padding=(1, 1), batch=batch, height=side, width=side)
+        geometry = replace(DECODER, batch=batch, height=side, width=side)
         posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
-        (schedule,) = grad_input_im2col_choice.schedules(of_any_size(posed), H200)
-        ((time, tile),) = grad_input_im2col_choice.best_tiles(schedule, posed, H200)
-        every = [
-            time
-            for one in schedule.shapes
-            for time, _ in grad_input_im2col_choice.best_tiles(replace(schedule, shapes=(one,)), posed, H200)
-        ]
-        assert time == min(every)
-        assert grad_input_im2col_tile.legal(posed, tile)
-        chosen.add(tile.shape)
-    assert len(chosen) > 2
+        for schedule in schedules:
+            alone = [replace(schedule, shapes=(one,)) for one in schedule.shapes]
+            every = grad_input_im2col.ranked_tiles(alone, posed, H200)
+            if not every:
+                assert not grad_input_im2col.ranked_tiles([schedule], posed, H200)
+                continue
+            (time, tile), *_ = grad_input_im2col.ranked_tiles([schedule], posed, H200)
+            assert time == min(of_shape for of_shape, _ in every)
+            assert grad_input_im2col_tile.legal(posed, tile)
+            chosen.setdefault(schedule.kernel, set()).add(tile.shape)
+    assert max(map(len, chosen.values())) > 2
+    assert {kernel.partial for kernel in chosen} == {False, True}
 
 
 UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
+DECODER = replace(UNET1, kernel=(4, 4), padding=(1, 1))
 VOCODER = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
 #: Layers with rows of 129 and 638 pixels, which are no multiples of 16 bytes; the second has few multiply-adds for each
 #: of them.
@@ -293,7 +298,8 @@ def test_small_tiles_of_wgmma_come_before_those_of_mma_where_large_ones_are_few(
     for batch, side in ((83, 14), (16, 32)):
         geometry = Geometry(batch, 128, side, side, 64, (4, 4), (2, 2), (1, 1))
         problem = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
-        ((_, tile),) = grad_input_choice.choose(problem, H200)
+        found = kernels_of(of_any_size(problem), H200).implicit_gemm
+        (_, _, tile), *_ = grad_input_choice.ranked(found, problem, H200)
         assert tile.wgmma
 
 
@@ -302,7 +308,8 @@ def test_sides_between_powers_of_two_have_shapes_of_their_own() -> None:
     for side, batch in ((20, 40), (24, 28), (28, 20), (40, 10), (48, 7), (56, 5)):
         geometry = Geometry(batch, 256, side, side, 256, (4, 4), (2, 2), (1, 1))
         problem = as_convolution(plan.Problem(geometry, torch.float32, "tf32", False, False))
-        ((_, tile),) = grad_input_im2col_choice.choose(problem, H200)
+        found = kernels_of(of_any_size(problem), H200).im2col
+        (_, tile), *_ = grad_input_im2col.ranked_tiles(found, problem, H200)
         work = grad_input_im2col_tile.work_count(problem, tile) // tile.splits
         multiplied = work * tile.kernel.positions
         positions = batch * side * side * grad_input_im2col_tile.blocks(problem, tile.kernel)

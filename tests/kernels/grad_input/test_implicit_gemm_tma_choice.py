@@ -15,26 +15,42 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution, of_any_size
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import TmaTile
+from tconv_swap.kernels.grad_input.selection import kernels_for, kernels_of
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"))
 
 
+def layer_tiles(posed: StridedProblem) -> list[TmaTile]:
+    """Returns the tiles of the layer's kernels, the one that is expected to be the fastest first."""
+    found = kernels_of(of_any_size(posed), H200).implicit_gemm_tma
+    return [tile for _, tile in grad_input_tma_choice.ranked(found, posed, H200)]
+
+
+def every_tile(posed: StridedProblem) -> list[TmaTile]:
+    """Returns all tiles that may compute a size, in all shapes, in the same order."""
+    found = kernels_for(posed, H200).implicit_gemm_tma
+    return [tile for _, tile in grad_input_tma_choice.ranked(found, posed, H200)]
+
+
 def test_the_family_comes_first_where_it_computes_the_problem() -> None:
     geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
     problem = plan.Problem(geometry, torch.float16, "ieee", True, True)
-    parts = grad_input_implicit_gemm.part_candidates(problem, H200, 8)
-    assert [part.family for part in parts[:2]] == [grad_input_tma.FAMILY] * 2
-    assert parts[-1].family == grad_input_implicit_gemm.FAMILY
+    parts = grad_input_implicit_gemm.part_candidates(problem, H200, 12)
+    families = [part.family for part in parts]
+    of_layer = len(grad_input_implicit_gemm.ranked(problem, H200))
+    assert families[:of_layer] == [grad_input_tma.FAMILY] * of_layer
+    assert {*families} == {grad_input_tma.FAMILY, grad_input_implicit_gemm.FAMILY}
     for other in (
         replace(problem, channels_last=False, weight_channels_last=False),
         replace(problem, geometry=replace(geometry, out_channels=62)),
         replace(problem, dtype=torch.float32),
     ):
-        families = {part.family for part in grad_input_implicit_gemm.part_candidates(other, H200, 8)}
-        assert grad_input_tma.FAMILY not in families
+        found = {part.family for part in grad_input_implicit_gemm.part_candidates(other, H200, 8)}
+        assert found
+        assert grad_input_tma.FAMILY not in found
 
 
 #: A layer with 64 output channels whose kernel meets 9 of 25 pixels, and one row with a stride of 8, which limits a
@@ -64,27 +80,28 @@ def test_the_l2_fetches_256_bytes_where_both_halves_are_read_soon(
     geometry: Geometry, mode: tuple[torch.dtype, str], fetched: int, phase_major: bool
 ) -> None:
     posed = as_convolution(plan.Problem(geometry, *mode, True, True))
-    (part,) = grad_input_tma.part_candidates(posed, H200, 1)
-    assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
-    assert dict(part.launches[0].kernel.constants)["PHASE_MAJOR"] == phase_major
+    every = grad_input_tma_choice.candidates(of_any_size(posed), H200)
+    found = grad_input_tma.ranked(every, posed, H200)
+    assert found
+    for part in (one.make() for one in found):
+        assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
+        assert dict(part.launches[0].kernel.constants)["PHASE_MAJOR"] == phase_major
 
 
 def test_a_box_of_too_many_columns_gets_a_dimension_for_their_phases() -> None:
     for mode in MODES:
         posed = as_convolution(plan.Problem(ONE_ROW, *mode, True, True))
-        tiles = grad_input_tma_choice.choose(posed, H200, 1000)
+        tiles = every_tile(posed)
         assert any(tile.phase_dimension and tile.images <= ONE_ROW.batch for tile in tiles)
         ragged = replace(ONE_ROW, output_padding=(0, 1))
         posed = as_convolution(plan.Problem(ragged, *mode, True, True))
-        assert not any(tile.phase_dimension for tile in grad_input_tma_choice.choose(posed, H200, 1000))
+        assert not any(tile.phase_dimension for tile in every_tile(posed))
 
 
 def test_of_strides_above_8_only_whole_ones_are_loaded() -> None:
     layer = Geometry(4, 512, 1, 100, 256, (1, 16), (1, 10), (0, 3))
     for mode in MODES:
-        tiles = grad_input_tma_choice.choose(
-            as_convolution(plan.Problem(layer, *mode, True, True)), H200, 1000
-        )
+        tiles = every_tile(as_convolution(plan.Problem(layer, *mode, True, True)))
         assert tiles
         assert all(tile.phase_dimension for tile in tiles)
         for other in (
@@ -99,7 +116,7 @@ def test_two_consumers_get_no_tile_that_is_larger_than_the_map() -> None:
     """Half of such a tile is empty, but the number of work tiles looks large enough for both consumers."""
     geometry = Geometry(8, 256, 1, 1000, 128, (1, 8), (1, 4), (0, 2))
     posed = as_convolution(plan.Problem(geometry, *MODES[1], True, True))
-    first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
+    first, *others = every_tile(posed)
     assert first.consumers == 1 or first.rows == 1
     assert any(tile.consumers > 1 and tile.rows > 1 for tile in others)
 
@@ -120,9 +137,7 @@ def test_implicit_gemm_computes_layers_that_fill_half_of_a_chunk() -> None:
 def test_a_block_has_192_channels_if_the_layer_has_192() -> None:
     geometry = Geometry(16, 192, 56, 56, 96, (2, 2), (2, 2))
     for mode in MODES:
-        (best,) = grad_input_tma_choice.choose(
-            as_convolution(plan.Problem(geometry, *mode, True, True)), H200
-        )
+        best = layer_tiles(as_convolution(plan.Problem(geometry, *mode, True, True)))[0]
         assert (best.positions, best.channels) == (128, 192)
 
 
@@ -132,7 +147,7 @@ def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
     for batch, side in ((1, 256), (1, 400), (4, 128), (64, 32), (256, 16), (512, 8)):
         geometry = Geometry(batch, 256, side, side, 256, (3, 3), (2, 2), groups=2)
         posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
-        (tile,) = grad_input_tma_choice.choose(replace(posed, output_channels_last=False), H200)
+        tile = layer_tiles(posed)[0]
         part = grad_input_tma.lower(posed, tile)
         kernels.add(part.launches[0].kernel)
         shapes.add((tile.images, tile.rows, tile.cols))
@@ -167,5 +182,5 @@ def test_the_first_kernel_of_a_layer_computes_wide_maps(channels: int, kernel: i
     geometry = Geometry(2, channels, 5, 600, 128, (kernel, kernel), (2, 2), (kernel // 2 - kernel % 2,) * 2)
     for mode in MODES:
         posed = as_convolution(plan.Problem(geometry, *mode, True, True))
-        first = grad_input_tma_choice.schedules(of_any_size(posed), H200)[0]
+        first = kernels_of(of_any_size(posed), H200).implicit_gemm_tma[0]
         assert grad_input_tma_tile.legal(posed, grad_input_tma_choice.in_best_shape(first, posed, H200))

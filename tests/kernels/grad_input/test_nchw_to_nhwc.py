@@ -13,8 +13,10 @@ from harness import assert_kernel_matches
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.ranked import Ranked
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution, of_any_size
 from tconv_swap.runtime.program import output, workspace
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -23,6 +25,20 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 def problem(geometry: Geometry, dtype: torch.dtype = torch.float16) -> plan.Problem:
     return plan.Problem(geometry, dtype, "ieee", False, False)
+
+
+def supported(posed: plan.Problem) -> bool:
+    return grad_input_nchw_to_nhwc.supports(as_convolution(posed), H200)
+
+
+def every_kernel(posed: plan.Problem) -> tuple[grad_input_tma_choice.Schedule, ...]:
+    """Returns all kernels that a layer may have which read copies."""
+    layer = of_any_size(as_convolution(posed))
+    return grad_input_tma_choice.candidates(grad_input_nchw_to_nhwc.convolution_of_copies(layer), H200)
+
+
+def ranked(posed: plan.Problem) -> list[Ranked]:
+    return grad_input_nchw_to_nhwc.ranked(every_kernel(posed), posed, H200)
 
 
 def random_problems(seed: int, count: int) -> Iterator[plan.Problem]:
@@ -51,7 +67,7 @@ def random_problems(seed: int, count: int) -> Iterator[plan.Problem]:
             groups,
         )
         posed = problem(geometry, rng.choice(tuple(TOLERANCE)))
-        if min(geometry.output_shape) > 0 and grad_input_nchw_to_nhwc.supports(posed, H200):
+        if min(geometry.output_shape) > 0 and supported(posed):
             found += 1
             yield posed
 
@@ -74,31 +90,45 @@ def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, conv
 
 def test_copies_take_at_most_1_gib() -> None:
     few = Geometry(110, 256, 64, 128, 128, (3, 3), (2, 2), (1, 1), (1, 1))
-    assert grad_input_nchw_to_nhwc.supports(problem(few), H200)
-    assert not grad_input_nchw_to_nhwc.supports(problem(few.with_batch(140)), H200)
-    assert not grad_input_nchw_to_nhwc.supports(problem(few.with_batch(0)), H200)
+    assert supported(problem(few))
+    assert not supported(problem(few.with_batch(140)))
+    assert not supported(problem(few.with_batch(0)))
+    for posed in (problem(few.with_batch(140)), problem(few.with_batch(0))):
+        assert not ranked(posed)
+        assert not grad_input_nchw_to_nhwc.ranked_from_copies(every_kernel(posed), posed, H200)
 
 
 def test_a_copy_that_is_there_already_counts_no_more() -> None:
     """The gradient of the weight reads the copy of grad_output, too."""
     posed = problem(Geometry(334, 256, 7, 7, 128, (3, 3), (2, 2), (1, 1), (1, 1)))
-    (tile,) = choose(grad_input_nchw_to_nhwc.convolution_of_copies(posed), H200)
-    alone, shared = (
-        grad_input_nchw_to_nhwc.expected(posed, tile, H200, grad_output_is_copied=copied)
-        for copied in (False, True)
-    )
+    alone = ranked(posed)
+    shared = grad_input_nchw_to_nhwc.ranked_from_copies(every_kernel(posed), posed, H200)
     copied_bytes = 2 * math.prod(posed.geometry.output_shape)
-    assert alone - shared == pytest.approx(
-        grad_input_nchw_to_nhwc.LAUNCH_CLOCKS + 2 * copied_bytes * grad_input_nchw_to_nhwc.COPIED_BYTE_CLOCKS
+    least = grad_input_nchw_to_nhwc.COPY_LAUNCH_CLOCKS
+    assert len(alone) == len(shared) > 1
+    for one, other in zip(alone, shared, strict=True):
+        saved = least + 2 * copied_bytes * grad_input_nchw_to_nhwc.COPIED_BYTE_CLOCKS
+        assert one.clocks - other.clocks == pytest.approx(saved)
+        # The weight is copied by another launch as well, whose clocks count.
+        *copies, main = (launch.kernel.entry for launch in one.make().launches[:3])
+        assert [copies, main] == [["nchw_to_nhwc"] * 2, "grad_input_implicit_gemm_tma"]
+        assert other.make().launches[0].kernel == one.make().launches[2].kernel
+    convolution = as_convolution(posed)
+    half = grad_input_nchw_to_nhwc.expected(convolution, 1000.0, 0.5)
+    of_all, of_weight = (grad_input_nchw_to_nhwc.expected(convolution, 1000.0, share) for share in (1.0, 0.0))
+    assert half == pytest.approx((of_all + of_weight) / 2)
+    weight_bytes = 2 * math.prod(posed.geometry.weight_shape)
+    assert of_weight == pytest.approx(
+        1000 + least + 2 * weight_bytes * grad_input_nchw_to_nhwc.COPIED_BYTE_CLOCKS
     )
 
 
 def test_copies_for_the_gradient_of_the_input_alone_follow_the_sums_of_splits() -> None:
     posed = problem(Geometry(1, 512, 5, 5, 256, (4, 4), (2, 2), (1, 1)))
-    assert grad_input_nchw_to_nhwc.supports(posed, H200)
+    assert supported(posed)
     split = False
-    for ranked in grad_input_nchw_to_nhwc.ranked(posed, H200, 8):
-        part = ranked.make()
+    for one in ranked(posed):
+        part = one.make()
         grad_output, weight, main = part.launches[:3]
         assert not grad_output.overlaps_previous
         assert not main.overlaps_previous
@@ -118,10 +148,10 @@ def test_copies_for_the_gradient_of_the_input_alone_follow_the_sums_of_splits() 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_problems_have_parts_whose_workspace_holds_them(seed: int) -> None:
     for posed in random_problems(seed, 10):
-        for ranked in grad_input_nchw_to_nhwc.ranked(posed, H200, 3):
-            part = ranked.make()
-            assert ranked.clocks > 0
-            places = [a.value for one in part.launches for a in one.operands if a.kind.name == "WORKSPACE"]
+        for one in ranked(posed)[:3]:
+            part = one.make()
+            assert one.clocks > 0
+            places = [a.value for made in part.launches for a in made.operands if a.kind.name == "WORKSPACE"]
             assert all(place % 256 == 0 and place < part.workspace_bytes for place in places)
 
 
@@ -133,7 +163,7 @@ def test_random_problems_have_parts_whose_workspace_holds_them(seed: int) -> Non
 def test_random_problems_match_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for posed in random_problems(seed, 6):
-        for ranked in grad_input_nchw_to_nhwc.ranked(posed, H200, 3):
+        for one in ranked(posed)[:3]:
             layouts, tolerance = (False, False), TOLERANCE[posed.dtype]
             mask = (True, False, False)
-            assert_kernel_matches(ranked.make(), posed.geometry, posed.dtype, layouts, tolerance, mask)
+            assert_kernel_matches(one.make(), posed.geometry, posed.dtype, layouts, tolerance, mask)

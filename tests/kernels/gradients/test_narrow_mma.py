@@ -11,7 +11,7 @@ from harness import assert_kernel_matches
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
-from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.runtime.program import Plan
 
@@ -104,8 +104,8 @@ SEVERAL_TAPS = [
 def test_in_float32_no_number_of_taps_is_left_to_the_general_kernel(
     geometry: Geometry, channels_last: bool
 ) -> None:
-    assert grad_input_narrow_mma.MANY_TAPS == grad_input_implicit_gemm.MAX_TAPS + 1
-    assert grad_input_implicit_gemm.MAX_TAPS < geometry.taps < grad_input_narrow_mma.MOST_TAPS
+    assert grad_input_narrow_mma.MANY_TAPS == grad_input_choice.MAX_TAPS + 1
+    assert grad_input_choice.MAX_TAPS < geometry.taps < grad_input_narrow_mma.MOST_TAPS
     made = backward(geometry, torch.float32, channels_last=channels_last, mask=(True, False, False))
     assert made.family == "narrow_mma"
 

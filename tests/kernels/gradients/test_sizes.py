@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
-from size_cases import AMPERE, H200, MODES, TOLERANCE, random_sizes, sizes_for
+from size_cases import AMPERE, H200, MODES, TOLERANCE, any_size, random_sizes, sizes_for
 
 from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import Mask
@@ -62,17 +62,6 @@ VOCODERS = (
 )
 #: The gradient of the input, of the weight, and both.
 MASKS: tuple[Mask, ...] = ((True, False, False), (False, True, False), (True, True, False))
-
-
-def any_size(rng: random.Random, layer: Geometry) -> Geometry:
-    """Returns the layer with a random size and a random output_padding, which calls may change as well."""
-    geometry = random_sizes(rng, layer)
-    largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
-    found = replace(geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
-    one_pixel = replace(geometry, height=1, width=1, output_padding=(0, 0))
-    if rng.random() < 0.05 and min(one_pixel.out_height, one_pixel.out_width) > 0:
-        return one_pixel
-    return found
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE, TURING], ids=lambda device: device.architecture)

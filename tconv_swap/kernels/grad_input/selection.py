@@ -1,0 +1,217 @@
+"""Selects the kernels that compute the gradient of the input of a layer with strides over all its sizes: at most four,
+of all families together, with which representative sizes are expected to take little longer than with the best kernel
+for each. The functions are pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.schedules import (
+    CHANNEL_COLUMNS,
+    EVERY,
+    MAX_SCHEDULES,
+    ONE_PIXEL,
+    PATCHES,
+    SINGLE,
+    SIZES,
+    SIZES_OF_ONE_ROW,
+    UNUSUAL,
+    select_covering,
+)
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
+    StridedProblem,
+    has_another_step,
+    of_any_size,
+    sized,
+)
+from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.disk_cache import disk_cache
+
+#: The candidates of implicit_gemm are the BEST of every third representative size, and the BEST of those that compute
+#: any size.
+BEST = 6
+#: Batch, rows and columns of representative maps beside those of common/schedules.py: batches and sides that are no
+#: powers of two make other numbers of tiles.
+MORE_SIZES = (
+    *((5, 32, 32), (3, 64, 64), (50, 16, 16), (20, 28, 28), (12, 40, 40), (6, 56, 56), (300, 7, 7)),
+    *((40, 20, 20), (100, 12, 12), (24, 24, 24), (8, 25, 25), (2, 100, 100)),
+)
+MORE_SIZES_OF_ONE_ROW = ((16, 1, 32), (16, 1, 175), (4, 1, 861), (12, 1, 150), (2, 1, 10000))
+#: The share of the copy of grad_output that counts: the gradient of the weight, which is mostly computed as well, reads
+#: it too.
+COPY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of a layer, by family. ``implicit_gemm_tma``: in NCHW they read copies in channels_last."""
+
+    implicit_gemm: tuple[grad_input_choice.Schedule, ...] = ()
+    implicit_gemm_tma: tuple[grad_input_tma_choice.Schedule, ...] = ()
+    im2col: tuple[grad_input_im2col_choice.Schedule, ...] = ()
+
+
+class _Timed(NamedTuple):
+    """A kernel of a family, its expected clocks for each representative size, and whether it computes any size."""
+
+    family: str
+    kernel: Hashable
+    clocks: list[float]
+    any_size: bool
+
+
+@disk_cache
+def kernels_of(layer: StridedProblem, device: Device) -> Kernels:
+    """Returns the kernels of a layer (``of_any_size``). The first one of implicit_gemm, or of implicit_gemm_tma in
+    channels_last, computes any size."""
+    sizes, weights = representatives(layer)
+    timed = list(_timed(layer, sizes, device))
+    times = {(one.family, one.kernel): one.clocks for one in timed}
+    always = [(one.family, one.kernel) for one in timed if one.any_size]
+    limit = 1 if layer.one_pixel else MAX_SCHEDULES - _of_one_pixel(layer, device)
+    chosen = select_covering(times, weights, always, limit)
+    families = {
+        name: tuple(kernel for family, kernel in chosen if family == name) for name in Kernels.__slots__
+    }
+    return Kernels(**families)  # type: ignore[arg-type]
+
+
+def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
+    """Returns all kernels with tiles that suit this size, also those that its layer does not have."""
+    layer = of_any_size(problem)
+    read = layer if layer.input_channels_last else grad_input_nchw_to_nhwc.convolution_of_copies(layer)
+    loaded = grad_input_tma.supports(
+        problem if layer.input_channels_last else grad_input_nchw_to_nhwc.convolution_of_copies(problem),
+        device,
+    )
+    by_tma = grad_input_tma_choice.candidates(read, device) if loaded else ()
+    by_im2col = grad_input_im2col.supports(problem, device)
+    return Kernels(
+        tuple(grad_input_choice.candidates(problem, device)),
+        tuple((shape,) for kernel in by_tma for shape in kernel),
+        tuple(grad_input_im2col_choice.every_shape(layer, device)) if by_im2col else (),
+    )
+
+
+def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+    """Yields the candidates of all families."""
+    if layer.input_channels_last:
+        yield from _of_tma(layer, sizes, device)
+    else:
+        yield from _of_copies(layer, sizes, device)
+        yield from _of_im2col(layer, sizes, device)
+    if grad_input_choice.supports(layer, device):
+        yield from _of_implicit_gemm(sizes, device)
+
+
+def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+    kept: dict[grad_input_choice.Schedule, None] = {}
+    for size in sizes[::EVERY]:
+        every = grad_input_choice.candidates(size, device)
+        timed = [(_best(grad_input_choice.ranked([one], size, device)), one) for one in every]
+        nearest = [one for _, one in sorted(timed, key=itemgetter(0))]
+        kept.update(dict.fromkeys(nearest[:BEST]))
+        kept.update(dict.fromkeys([one for one in nearest if one.computes_any_size(size)][:BEST]))
+    for one in kept:
+        times = [_best(grad_input_choice.ranked([one], size, device)) for size in sizes]
+        yield _Timed("implicit_gemm", one, times, one.computes_any_size(sizes[0]))
+
+
+def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+    loads = [grad_input_tma.supports(size, device) for size in sizes]
+    if not any(loads):
+        return
+    for kernel in grad_input_tma_choice.candidates(layer, device):
+        times = [
+            _best(grad_input_tma_choice.ranked([kernel], size, device)) if loaded else math.inf
+            for size, loaded in zip(sizes, loads, strict=True)
+        ]
+        any_size = grad_input_tma_choice.computes_any_size(layer, kernel)
+        yield _Timed("implicit_gemm_tma", kernel, times, any_size and all(loads))
+
+
+def _of_copies(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+    if not grad_input_nchw_to_nhwc.supports_some_size(layer, device):
+        return
+    copies = [grad_input_nchw_to_nhwc.convolution_of_copies(size) for size in sizes]
+    of_layer = grad_input_nchw_to_nhwc.convolution_of_copies(layer)
+    for kernel in grad_input_tma_choice.candidates(of_layer, device):
+        times = [
+            grad_input_nchw_to_nhwc.expected(
+                size, _best(grad_input_tma_choice.ranked([kernel], copy, device)), COPY_SHARE
+            )
+            if grad_input_nchw_to_nhwc.supports(size, device)
+            else math.inf
+            for size, copy in zip(sizes, copies, strict=True)
+        ]
+        yield _Timed("implicit_gemm_tma", kernel, times, False)
+
+
+def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+    for schedule in grad_input_im2col_choice.candidates(layer, sizes, device):
+        times = [_best(grad_input_im2col.ranked_tiles([schedule], size, device)) for size in sizes]
+        yield _Timed("im2col", schedule, times, False)
+
+
+def _best(ranked: Sequence[tuple[Any, ...]]) -> float:
+    return ranked[0][0] if ranked else math.inf
+
+
+def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
+    """Returns the sizes that represent all sizes of a layer, and the weight of each."""
+    if layer.one_pixel:
+        return [sized(layer, *size) for size in ONE_PIXEL], [1.0] * len(ONE_PIXEL)
+    is_patches = layer.geometry.kernel == layer.step
+    least, most = CHANNEL_COLUMNS
+    found: list[StridedProblem] = []
+    weights: list[float] = []
+    sizes = (*SIZES, *MORE_SIZES, *((PATCHES,) if is_patches else ()))
+    for size in (*SIZES_OF_ONE_ROW, *MORE_SIZES_OF_ONE_ROW) if layer.one_row else sizes:
+        weight = SINGLE if size[0] == 1 else 1.0
+        if not layer.one_row and size != PATCHES:
+            usual = least <= layer.geometry.out_channels_per_group * size[2] <= most
+            weight *= 1.0 if usual else UNUSUAL
+        # Layers have the smallest grad_output of a size, or one whose columns are whole strides: in NCHW other kernels
+        # load its rows. Vocoders multiply the length of their input.
+        smallest = sized(layer, *size)
+        whole = _of_whole_strides(smallest)
+        if layer.one_row:
+            both = [whole]
+        else:
+            both = [smallest] if layer.input_channels_last or whole == smallest else [smallest, whole]
+        found += both
+        weights += [weight / len(both)] * len(both)
+    return found, weights
+
+
+def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
+    """Returns the problem with the output_padding that makes grad_output's columns whole strides, as layers that
+    multiply the length of their input have it."""
+    geometry, step = problem.geometry, problem.step[1]
+    added = -geometry.width % step
+    missing_h, missing_w = geometry.output_padding
+    resized = replace(geometry, width=geometry.width + added, output_padding=(missing_h, missing_w - added))
+    return replace(problem, geometry=resized)
+
+
+def _of_one_pixel(layer: StridedProblem, device: Device) -> int:
+    """Returns how many kernels maps of one pixel have: of another step, or of a plain matrix product."""
+    geometry = replace(layer.geometry, stride=layer.step)
+    return int(has_another_step(geometry) or _is_a_product(geometry, device))
+
+
+def _is_a_product(geometry: Geometry, device: Device) -> bool:
+    """Returns whether gradients/gemm.py may compute maps of one pixel."""
+    plain = (geometry.padding, geometry.dilation, geometry.groups) == ((0, 0), (1, 1), 1)
+    return plain and device.architecture == "sm_90a"
