@@ -40,13 +40,13 @@ MMA, IEEE, OF_THREADS, TRANSPOSED, PIXEL_MAJOR = 2.76, 3.3, 1.59, 1.7, 0.48
 #: narrow maps, whose boxes for each shift are mostly in the L2; with two stages; with a warpgroup that is the only one
 #: of a multiprocessor (all loaded by the copy engine).
 OWN_LAYOUT, NARROW, TWO_STAGES, LONE_WARPGROUP = 1.13, 0.8, 1.5, 1.25
-#: The same where threads load the input: by mma.sync, the copies of several images, and a block that is the only one of
-#: a multiprocessor; by wgmma, output rows stacked in several rows of positions, and the share by which rows of one
+#: The same where threads load the input: the copies of several images; by mma.sync, a block that is the only one of a
+#: multiprocessor; by wgmma, output rows stacked in several rows of positions, and the share by which rows of one
 #: fragment take longer.
-SEVERAL_IMAGES_MMA, LONE_BLOCK, STACKED, SHORT_ROWS = 4.4, 1.4, 1.65, 0.28
-#: The same by wgmma for the copies of several images: so many times as long where a thread makes 16 for a stage, and
-#: the power by which it grows with their number (their offsets take registers).
-SEVERAL_IMAGES, SEVERAL_IMAGES_POWER = 2.0, 1.5
+SEVERAL_IMAGES, LONE_BLOCK, STACKED, SHORT_ROWS = 4.4, 1.4, 1.65, 0.28
+#: The copies of several images that a thread of wgmma's producers makes for a stage, from which each takes longer the
+#: more there are, and the power of that (their offsets take registers).
+MANY_COPIES, MANY_COPIES_POWER = 27, 1.5
 #: The same of groups of channels by wgmma: their sums are short.
 GROUPS = 1.48
 #: Clocks for each position of a dense tile: the places of its outputs are computed by divisions.
@@ -124,8 +124,9 @@ def _of_threads(problem: TileProblem, tile: Tile, multiply: float, weights: floa
     copies = copies_of_stage(problem, tile)
     loads = THREAD_COPY_CLOCKS * copies * chunks
     if tile.images > 1 and not tile.nchw_stages:
-        by_wgmma = max(1.0, SEVERAL_IMAGES * (copies / 16) ** SEVERAL_IMAGES_POWER)
-        loads *= by_wgmma if tile.wgmma else SEVERAL_IMAGES_MMA
+        loads *= SEVERAL_IMAGES
+        if tile.wgmma:
+            loads *= max(1.0, copies / MANY_COPIES) ** MANY_COPIES_POWER
     if not tile.wgmma:
         multiply *= MMA * (IEEE if problem.precision == "IEEE" else 1.0)
         return multiply + weights + loads + CHUNK_CLOCKS * chunks

@@ -73,7 +73,8 @@ class Schedule:
         if self.even and problem.positions[1] % 2:
             return False
         tile, (positions_h, positions_w) = self.tile, problem.positions
-        if tile.splits > 1 and _most_splits(problem, tile) < 2:
+        # A map of one pixel has no other kernel; its partial sums are few beside grad_output.
+        if tile.splits > 1 and not problem.one_pixel and _most_splits(problem, tile) < 2:
             return False
         if tile.wgmma and tile.cols < 8 and positions_w > tile.cols:
             return False

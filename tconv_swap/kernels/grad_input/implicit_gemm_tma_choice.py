@@ -26,10 +26,10 @@ def candidates(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     )
 
 
-def computes_any_size(layer: StridedProblem, kernel: Schedule) -> bool:
-    """Returns whether a kernel is legal for all sizes of a layer."""
+def computes_any_size(kernel: Schedule) -> bool:
+    """Returns whether a kernel is legal for all sizes of a layer that TMA loads."""
     tile = kernel[0][1]
-    return not (tile.dense or tile.phase_dimension) and (tile.splits == 1 or layer.one_pixel)
+    return not (tile.dense or tile.phase_dimension) and tile.splits == 1
 
 
 def ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[tuple[float, TmaTile]]:

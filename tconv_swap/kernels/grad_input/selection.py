@@ -38,8 +38,8 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 
-#: The candidates of implicit_gemm are the BEST of every third representative size, and the BEST of those that compute
-#: any size.
+#: The candidates of implicit_gemm are the BEST of every third representative size, from the narrowest on (which has
+#: tiles of its own), and the BEST of those that compute any size.
 BEST = 6
 #: Batch, rows and columns of representative maps beside those of common/schedules.py: batches and sides that are no
 #: powers of two make other numbers of tiles.
@@ -117,7 +117,7 @@ def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devic
 
 def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
     kept: dict[grad_input_choice.Schedule, None] = {}
-    for size in sizes[::EVERY]:
+    for size in sorted(sizes, key=lambda one: one.positions[::-1])[::EVERY]:
         every = grad_input_choice.candidates(size, device)
         timed = [(_best(grad_input_choice.ranked([one], size, device)), one) for one in every]
         nearest = [one for _, one in sorted(timed, key=itemgetter(0))]
@@ -137,7 +137,7 @@ def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devi
             _best(grad_input_tma_choice.ranked([kernel], size, device)) if loaded else math.inf
             for size, loaded in zip(sizes, loads, strict=True)
         ]
-        any_size = grad_input_tma_choice.computes_any_size(layer, kernel)
+        any_size = grad_input_tma_choice.computes_any_size(kernel)
         yield _Timed("implicit_gemm_tma", kernel, times, any_size and all(loads))
 
 

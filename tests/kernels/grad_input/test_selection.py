@@ -58,7 +58,7 @@ def computes_any_size(layer: StridedProblem, kernels: Kernels) -> bool:
     if any(one.computes_any_size(layer) for one in kernels.implicit_gemm[:1]):
         return True
     by_tma = kernels.implicit_gemm_tma[:1] if layer.input_channels_last else ()
-    return any(grad_input_tma_choice.computes_any_size(layer, one) for one in by_tma)
+    return any(grad_input_tma_choice.computes_any_size(one) for one in by_tma)
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
@@ -84,18 +84,10 @@ def test_a_layer_has_at_most_four_kernels_and_one_for_every_size(layer: Layer, d
         assert len(taken) <= MAX_SCHEDULES, (mode, channels_last, taken)
 
 
-#: One pixel, of which too many images have no room for sums of splits, and rows of one pixel, of which TMA counts too
-#: many positions.
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        Geometry(20000, 512, 1, 1, 256, (4, 4), (2, 2)),
-        Geometry(1 << 22, 64, 1, 1, 64, (1, 4), (1, 2), (0, 1)),
-    ],
-    ids=str,
-)
-def test_any_number_of_images_has_a_kernel(geometry: Geometry, channels_last: bool) -> None:
+def test_any_number_of_images_of_one_pixel_has_a_kernel(channels_last: bool) -> None:
+    """Also where the workspace limit leaves no room for sums of splits."""
+    geometry = Geometry(20000, 512, 1, 1, 256, (4, 4), (2, 2))
     for mode, device in itertools.product(MODES, (H200, AMPERE)):
         problem = problem_of(geometry, mode, channels_last)
         assert grad_input_choice.supports(as_convolution(problem), device)
