@@ -123,17 +123,17 @@ def _most_splits(problem: StridedProblem, tile: Tile) -> int:
 
 def candidates(problem: StridedProblem, device: Device) -> Iterator[Schedule]:
     """Yields the schedules whose tiles suit this size."""
-    for aligned, splits in product((False, True) if problem.can_be_aligned else (False,), (1, 2)):
-        for tile in _tiles(replace(problem, aligned=aligned, even=False), splits, device):
+    for aligned in (False, True) if problem.can_be_aligned else (False,):
+        for tile in _tiles(replace(problem, aligned=aligned, even=False), device):
             # With mma.sync, warps store pairs of columns if this constant allows it; with wgmma they test it at run
             # time.
             even = aligned and not tile.wgmma and problem.positions[1] % 2 == 0
-            if splits == 1 or _splits(problem, replace(tile, splits=1), device.multiprocessors) > 1:
-                yield Schedule(tile, aligned, even)
+            yield Schedule(tile, aligned, even)
 
 
-def _tiles(problem: StridedProblem, splits: int, device: Device) -> Iterator[Tile]:
-    """Yields the tiles that suit this size, each with the most stages that fit."""
+def _tiles(problem: StridedProblem, device: Device) -> Iterator[Tile]:
+    """Yields the tiles that suit this size, each with the most stages that fit; those that leave multiprocessors idle
+    with splits, too."""
 
     def fits(tile: Tile) -> bool:
         if tile.wgmma and copy_registers(problem, tile, 1) > max_copy_registers(problem, tile):
@@ -146,10 +146,11 @@ def _tiles(problem: StridedProblem, splits: int, device: Device) -> Iterator[Til
     found: set[Tile] = set()
     by_wgmma = _wgmma_tiles(problem) if device.architecture == "sm_90a" else ()
     for tile in chain(by_wgmma, _mma_tiles(problem)):
-        split, of_any_stages = replace(tile, splits=splits), replace(tile, stages=1)
-        if of_any_stages not in found and fits(split):
-            found.add(of_any_stages)
-            yield split
+        for splits in (1, 2) if _splits(problem, tile, device.multiprocessors) > 1 else (1,):
+            of_any_stages = replace(tile, stages=1, splits=splits)
+            if of_any_stages not in found and fits(split := replace(tile, splits=splits)):
+                found.add(of_any_stages)
+                yield split
 
 
 def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import (
     CHANNEL_COLUMNS,
-    EVERY,
     MAX_SCHEDULES,
     ONE_PIXEL,
     PATCHES,
@@ -23,6 +22,7 @@ from tconv_swap.kernels.common.schedules import (
     UNUSUAL,
     select_covering,
 )
+from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
@@ -38,8 +38,8 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 
-#: The candidates of implicit_gemm are the BEST of every third representative size, from the narrowest on (which has
-#: tiles of its own), and the BEST of those that compute any size.
+#: The candidates of implicit_gemm are the BEST of each representative size that has other tiles, and the BEST of those
+#: that compute any size.
 BEST = 6
 #: Batch, rows and columns of representative maps beside those of common/schedules.py: batches and sides that are no
 #: powers of two make other numbers of tiles.
@@ -117,7 +117,7 @@ def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devic
 
 def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
     kept: dict[grad_input_choice.Schedule, None] = {}
-    for size in sorted(sizes, key=lambda one: one.positions[::-1])[::EVERY]:
+    for size in _with_other_tiles(sizes):
         every = grad_input_choice.candidates(size, device)
         timed = [(_best(grad_input_choice.ranked([one], size, device)), one) for one in every]
         nearest = [one for _, one in sorted(timed, key=itemgetter(0))]
@@ -126,6 +126,16 @@ def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterat
     for one in kept:
         times = [_best(grad_input_choice.ranked([one], size, device)) for size in sizes]
         yield _Timed("implicit_gemm", one, times, one.computes_any_size(sizes[0]))
+
+
+def _with_other_tiles(sizes: Sequence[StridedProblem]) -> Iterator[StridedProblem]:
+    """Yields one of the sizes that have the same tiles, which are powers of two."""
+    found = set()
+    for size in sizes:
+        tiles = power_above(size.positions[1]), size.geometry.batch == 1, size.can_be_aligned
+        if tiles not in found:
+            found.add(tiles)
+            yield size
 
 
 def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
