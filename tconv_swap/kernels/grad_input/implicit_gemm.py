@@ -69,7 +69,7 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
 
     Inputs: grad_output (16-byte aligned), input, weight. Output: the gradient of the input. Workspace: the packed
     weights (IEEE float32: both of their parts), their channels rounded up to whole tiles, and where the sum over
-    channels is split, as many copies of the gradient in float32: for strides at most 64 MiB.
+    channels is split, as many copies of the gradient in float32: for strides at most 64 MiB, but for maps of one pixel.
     """
     parts = part_candidates(problem, device, count=1)
     return parts[0] if parts else None

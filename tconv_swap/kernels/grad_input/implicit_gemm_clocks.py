@@ -2,7 +2,7 @@
 (grad_input/implicit_gemm.py). The functions are pure.
 
 The constants are fitted to 18,911 times of an H100, in clocks of 1.7 GHz; the standard deviation of the logarithm is
-0.17 (docs/choice-by-cost.md).
+0.17 (docs/selection.md).
 """
 
 from __future__ import annotations

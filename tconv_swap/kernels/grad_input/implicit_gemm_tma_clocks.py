@@ -1,7 +1,7 @@
 """The expected time of the tiles of csrc/kernels/grad_input/implicit_gemm_tma.cu. The functions are pure.
 
 The constants are fitted to 4,982 times of an H100, in clocks of 1.7 GHz; the standard deviation of the logarithm is
-0.08 to 0.12 (docs/choice-by-cost.md).
+0.08 to 0.12 (docs/selection.md).
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class _Timed(NamedTuple):
 @disk_cache
 def kernels_of(layer: StridedProblem, device: Device) -> Kernels:
     """Returns the kernels of a layer (``of_any_size``). The first one of implicit_gemm, or of implicit_gemm_tma in
-    channels_last, computes any size."""
+    channels_last, computes any size. (Sizes with more positions than TMA counts go to the general kernels.)"""
     sizes, weights = representatives(layer)
     timed = list(_timed(layer, sizes, device))
     times = {(one.family, one.kernel): one.clocks for one in timed}
@@ -89,13 +89,11 @@ def kernels_of(layer: StridedProblem, device: Device) -> Kernels:
 
 def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
     """Returns all kernels with tiles that suit this size, also those that its layer does not have."""
-    layer = of_any_size(problem)
-    read = layer if layer.input_channels_last else grad_input_nchw_to_nhwc.convolution_of_copies(layer)
-    loaded = grad_input_tma.supports(
-        problem if layer.input_channels_last else grad_input_nchw_to_nhwc.convolution_of_copies(problem),
-        device,
-    )
-    by_tma = grad_input_tma_choice.candidates(read, device) if loaded else ()
+    layer, read = of_any_size(problem), problem
+    if not problem.input_channels_last:
+        read = grad_input_nchw_to_nhwc.convolution_of_copies(problem)
+    loaded = grad_input_tma.supports(read, device)
+    by_tma = grad_input_tma_choice.candidates(of_any_size(read), device) if loaded else ()
     by_im2col = grad_input_im2col.supports(problem, device)
     return Kernels(
         tuple(grad_input_choice.candidates(problem, device)),
