@@ -57,6 +57,8 @@ class Schedule:
 
     def posed(self, problem: StridedProblem) -> StridedProblem:
         """Returns the problem as the kernel is compiled for it."""
+        if (problem.aligned, problem.even) == (self.aligned, self.even):
+            return problem
         return replace(problem, aligned=self.aligned, even=self.even)
 
     def computes_any_size(self, layer: StridedProblem) -> bool:
@@ -145,15 +147,19 @@ def _tiles(problem: StridedProblem, device: Device) -> Iterator[Tile]:
 
     found: set[Tile] = set()
     by_wgmma = _wgmma_tiles(problem) if device.architecture == "sm_90a" else ()
-    for tile in chain(by_wgmma, _mma_tiles(problem)):
-        for splits in (1, 2) if _splits(problem, tile, device.multiprocessors) > 1 else (1,):
-            of_any_stages = replace(tile, stages=1, splits=splits)
-            if of_any_stages not in found and fits(split := replace(tile, splits=splits)):
-                found.add(of_any_stages)
-                yield split
+    for of_all_stages in chain(by_wgmma, _mma_tiles(problem)):
+        ways = [of_all_stages]
+        if _splits(problem, of_all_stages[0], device.multiprocessors) > 1:
+            ways.append(tuple(replace(tile, splits=2) for tile in of_all_stages))
+        for way in ways:
+            fitting = next(filter(fits, way), None)
+            if fitting is not None and fitting not in found:
+                found.add(fitting)
+                yield fitting
 
 
-def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
+def _wgmma_tiles(problem: StridedProblem) -> Iterator[tuple[Tile, ...]]:
+    """Yields tiles that wgmma multiplies, each with all numbers of stages, the most first."""
     geometry = problem.geometry
     channels = geometry.out_channels_per_group
     if len(phase_taps(problem)) > (
@@ -194,27 +200,31 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         run = fragments_of[3] if narrow_map else fragments_of[5] if along_row else fragments_of[4]
         if run < 4:
             continue
-        for chunk_words, stages in product((16, 8), (8, 6, 4, 3, 2)):
-            tile = Tile(
-                4 * groups_m,
-                1,
-                *fragments_of,
-                chunk_words,
-                stages,
-                1,
-                wgmma=True,
-                m_parts=m_parts,
-                subtile_channels=16,
+        for chunk_words in (16, 8):
+            staged = tuple(
+                Tile(
+                    4 * groups_m,
+                    1,
+                    *fragments_of,
+                    chunk_words,
+                    stages,
+                    1,
+                    wgmma=True,
+                    m_parts=m_parts,
+                    subtile_channels=16,
+                )
+                for stages in (8, 6, 4, 3, 2)
             )
             # Longer chunks of channels pay only where two phases can be loaded ahead, and hardly with three products.
             worth = problem.input_channels_last and problem.flat if problem.precision == "IEEE" else True
             if chunk_words == 8 or (
-                worth and chunk_words <= problem.words and phases_ahead(problem, tile) > 1
+                worth and chunk_words <= problem.words and phases_ahead(problem, staged[0]) > 1
             ):
-                yield tile
+                yield staged
 
 
-def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
+def _mma_tiles(problem: StridedProblem) -> Iterator[tuple[Tile, ...]]:
+    """Yields the same for mma.sync."""
     tiles_of_channels = ceil_div(problem.geometry.out_channels_per_group, 16)
     # 32 fragments of accumulators are 128 registers; three products need some for themselves.
     ieee = problem.precision == "IEEE"
@@ -232,5 +242,8 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
                 for chunk_words in (16, 8):
                     if chunk_words > max(8, problem.words):
                         continue
-                    for stages, blocks in ((3, 2), (2, 2), (3, 1), (2, 1)):
-                        yield Tile(warps_m, warp_m_tiles, *fragments_of, chunk_words, stages, blocks)
+                    for blocks in (2, 1):
+                        yield tuple(
+                            Tile(warps_m, warp_m_tiles, *fragments_of, chunk_words, stages, blocks)
+                            for stages in (3, 2)
+                        )
