@@ -143,6 +143,11 @@ def test_each_part_of_the_cost() -> None:
             patch.setattr(clocks_of_tiles, "SEVERAL_IMAGES", 1.0)
             assert expected_clocks(first, images, 132) < dear
             assert expected_clocks(first, threads, 132) == unaligned
+            # With more images, a thread makes so many copies that each takes longer.
+            many = replace(images, images=32, warp_images=32)
+            dear = expected_clocks(first, many, 132)
+            patch.setattr(clocks_of_tiles, "MANY_COPIES_POWER", 0.0)
+            assert expected_clocks(first, many, 132) < dear
         row = make_problem(replace(layer, out_channels=127), *mode, True, True, False)
         assert expected_clocks(row, tile, 132) > 1.1 * expected_clocks(
             make_problem(layer, *mode, True, True, False), tile, 132

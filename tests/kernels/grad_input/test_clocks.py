@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from size_cases import H200
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_clocks as grad_input_im2col_clocks
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
@@ -210,3 +213,54 @@ def test_a_tile_that_stores_nchw_takes_longer() -> None:
     for tile in tma_tiles(posed):
         of_each = [grad_input_tma_clocks.tile_clocks(one, tile) for one in (posed, in_nchw)]
         assert of_each[0] < of_each[1]
+
+
+#: Layers of which every constant of the clocks concerns some size: taps that overlap, strides above 2, kernels within
+#: their stride, many weights, channels whose pixels are no whole lines.
+VARIED = (
+    Geometry(40, 96, 14, 13, 40, (4, 4), (2, 2), (1, 1)),
+    Geometry(3, 64, 31, 30, 72, (5, 5), (3, 3), (1, 1)),
+    Geometry(200, 128, 16, 24, 64, (2, 2), (2, 2)),
+    Geometry(1, 1024, 8, 8, 640, (4, 4), (2, 2), (1, 1)),
+)
+
+#: Facts that the modules import from others.
+IMPORTED = ("PRODUCER_THREADS", "ROW_BYTES", "SECTOR_BYTES", "STEP_WORDS")
+
+
+def expected_of_all(of: ModuleType) -> list[float]:
+    """Returns the expected clocks of every kernel of a family for some sizes of varied layers."""
+    found: list[float] = []
+    for layer, channels_last in itertools.product(VARIED, (False, True)):
+        for mode in (*MODES, (torch.float32, "ieee")):
+            posed = problem(layer, mode, channels_last)
+            size = as_convolution(posed)
+            if of is grad_input_clocks:
+                every = kernels_for(size, H200).implicit_gemm
+                found += [clocks for clocks, *_ in grad_input_choice.ranked(every, size, H200)]
+            elif of is grad_input_im2col_clocks:
+                if grad_input_im2col.supports(size, H200):
+                    shapes = list(grad_input_im2col_choice.every_shape(of_any_size(size), H200))
+                    for one in shapes:
+                        unpaired = replace(one.shapes[0][0], paired=False)
+                        found.append(grad_input_im2col_clocks.store_clocks(size, one.kernel, unpaired))
+                    found += [clocks for clocks, _ in grad_input_im2col.ranked_tiles(shapes, size, H200)]
+            else:
+                read = size if channels_last else grad_input_nchw_to_nhwc.convolution_of_copies(size)
+                if grad_input_tma.supports(read, H200):
+                    kernels = grad_input_tma_choice.candidates(of_any_size(read), H200)
+                    found += [clocks for clocks, _ in grad_input_tma_choice.ranked(kernels, read, H200)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "of", [grad_input_clocks, grad_input_tma_clocks, grad_input_im2col_clocks], ids=lambda of: of.__name__
+)
+def test_every_constant_counts(of: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = expected_of_all(of)
+    constants = [name for name in vars(of) if name.isupper() and name not in IMPORTED]
+    assert len(constants) > 10
+    for name in constants:
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, type(vars(of)[name])(1.5 * vars(of)[name]))
+            assert expected_of_all(of) != base, name
