@@ -159,6 +159,29 @@ def test_candidates_for_gradients() -> None:
     assert apart[1].plan == found[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_90a"])
+def test_every_layer_has_candidates(dtype: torch.dtype, channels_last: bool, architecture: str) -> None:
+    """Some families compute no layer of some dtypes, groups and kernels; the others are still candidates."""
+    gpu = plan.Device(architecture, 108, 163 << 10 if architecture != "sm_75" else 64 << 10)
+    geometries = (
+        Geometry(2, 64, 8, 16, 32, (2, 2), (2, 2)),
+        Geometry(2, 21, 10, 9, 21, (8, 8), (4, 4), (2, 2), groups=21),
+        Geometry(2, 32, 10, 11, 48, (3, 5), (2, 3), (1, 2), (1, 0), (2, 1), 4),
+        Geometry(3, 100, 1, 1, 24, (4, 4)),
+        Geometry(2, 20, 5, 7, 12, (3, 3), (1, 1), (1, 1)),
+    )
+    for geometry in geometries:
+        problem = plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+        found = plan.forward_candidates(problem, True, gpu, 8)
+        assert found[0] == plan.plan_forward(problem, True, gpu)
+        for mask in ((True, False, False), (False, True, False), (False, True, True)):
+            found = plan.backward_candidates(problem, mask, gpu, 8)
+            assert found[0] == plan.plan_backward(problem, mask, gpu)
+            assert len({made.digest for made in found}) == len(found)
+
+
 def test_the_winner_among_our_plans_is_used() -> None:
     candidates = plan.forward_candidates(PROBLEM, True, H200, 8)
     winners = {KEY: Winner(False, candidates[2].digest, "tuned: 5 us")}

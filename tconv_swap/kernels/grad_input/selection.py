@@ -95,8 +95,9 @@ def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
     loaded = grad_input_tma.supports(read, device)
     by_tma = grad_input_tma_choice.candidates(of_any_size(read), device) if loaded else ()
     by_im2col = grad_input_im2col.supports(problem, device)
+    by_threads = grad_input_choice.supports(layer, device)
     return Kernels(
-        tuple(grad_input_choice.candidates(problem, device)),
+        tuple(grad_input_choice.candidates(problem, device)) if by_threads else (),
         tuple((shape,) for kernel in by_tma for shape in kernel),
         tuple(grad_input_im2col_choice.every_shape(layer, device)) if by_im2col else (),
     )
