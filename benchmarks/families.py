@@ -27,7 +27,6 @@ from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhw
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
-from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import choose
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
@@ -59,12 +58,12 @@ _HELPERS = frozenset(
         "nchw_to_nhwc",
         "forward_implicit_gemm_split_k",
         "grad_weight_split_k_reduce",
-        "grad_weight_pixel_rows_reduce",
+        "grad_weight_split_k_reduce_untiled",
         "forward_narrow_mma_pack",
         "forward_stride1_pack",
         "forward_implicit_gemm_pack",
         "pad_rows",
-        "space_to_depth",
+        "pad_images",
         "split_k_reduce",
     )
 )
@@ -137,7 +136,6 @@ def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
         *grad_weight_tma.part_candidates(problem, device, False, 1),
         *grad_weight_im2col_nchw.part_candidates(problem, device, False, 1),
         *grad_weight_im2col_nhwc.part_candidates(problem, device, False, 1),
-        *grad_weight_pixel_rows.part_candidates(problem, device, False, 1),
         *grad_weight_stride1.part_candidates(problem, device, 1),
         *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
     ]

@@ -36,7 +36,7 @@ TEXTS = {
     )
 }
 #: Planners of kernels that prepare the operands of others: no families.
-HELPERS = ("space_to_depth",)
+HELPERS = ("pad_images",)
 #: Commands that take long, or that need another network or machine: they are parsed, but not run.
 LONG = ("bench", "demo", "tune")
 

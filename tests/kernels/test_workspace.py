@@ -15,7 +15,6 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
-from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -64,20 +63,8 @@ def test_no_plan_takes_more_than_the_limit(geometry: Geometry, channels_last: bo
 def test_nor_does_what_tuning_would_measure(geometry: Geometry) -> None:
     for channels_last in (False, True):
         problem = plan.Problem(geometry, torch.float32, "tf32", channels_last, channels_last)
-        for family in (grad_weight_pixel_rows, grad_weight_im2col_nchw):
-            for made in family.part_candidates(problem, H200, False, 64):
-                assert made.workspace_bytes <= limit(geometry), (made.family, made.why)
-
-
-def test_pixels_along_k_still_take_what_fits() -> None:
-    large = plan.Problem(DECODER, torch.float32, "tf32", False, False)
-    assert not grad_weight_pixel_rows.part_candidates(large, H200, False, 64)
-    assert grad_weight_pixel_rows.supports(
-        plan.Problem(
-            Geometry(1, 256, 64, 64, 128, (8, 8), (4, 4), (2, 2)), torch.float32, "tf32", False, False
-        ),
-        H200,
-    )
+        for made in grad_weight_im2col_nchw.part_candidates(problem, H200, False, 64):
+            assert made.workspace_bytes <= limit(geometry), (made.family, made.why)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])

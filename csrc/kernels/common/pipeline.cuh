@@ -38,14 +38,6 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-/// Arrives on the barrier at the same address in a block of the cluster.
-__device__ __forceinline__ void arrive_in_cluster(u32 barrier, u32 block) {
-  asm volatile(
-      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
 /// Loads four floats from the same address in a block of the cluster.
 __device__ __forceinline__ float4 load_cluster_shared(u32 address, u32 block) {
   float4 v;

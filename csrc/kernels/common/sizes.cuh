@@ -53,21 +53,12 @@ struct LargeKernelSizes {
   Divisor rows, across;  // rows of the input, steps of a row
 };
 
-/// For common/space_to_depth.cu: a tensor of images, and the planes of positions that it is copied to.
-struct SpaceToDepthSizes {
-  int batch, source_height, source_width;
-  int pixel_rows;            // of the input; a position that no tap reaches from any of them is zero
-  int positions, pitch;      // positions of a channel of a plane, and floats from one channel to the next
-  int segment;               // positions that a warp copies
-  Divisor segments, columns; // segments of a channel, positions of a row
-};
-
-/// For grad_weight/pixel_rows.cu, which reads the planes of common/space_to_depth.cu.
-struct PixelRowsSizes {
-  int batch, width;
-  int pixels;       // of an image
-  int splits;       // of the stages of all images
-  int im2col_rows;  // whether grad_output has a plane for each tap
+/// For common/pad_images.cu: images, and their copy.
+struct PadImagesSizes {
+  int batch, height, width;
+  int pixels, pitch;          // pixels of a channel of the copy, and floats from one channel to the next
+  int segment;                // pixels that a warp copies
+  Divisor segments, columns;  // segments of a channel, columns of the copy
 };
 
 /// For grad_weight/im2col_nchw.cu: a stage is `images` x `rows` x `cols` pixels of the input.

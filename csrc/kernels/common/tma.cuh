@@ -61,14 +61,4 @@ __device__ __forceinline__ void tma_load_im2col(u32 to, const TensorMap& map, in
       : "memory");
 }
 
-/// Loads a box to every block of the cluster whose bit is set in `blocks`, to the same address and on the same barrier.
-__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier,
-                                                    unsigned short blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "h"(blocks)
-      : "memory");
-}
-
 }  // namespace ptx

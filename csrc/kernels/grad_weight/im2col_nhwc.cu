@@ -15,7 +15,7 @@
 // producer and two of its warps transpose; the other warpgroups are the consumers. Where the rows of all images follow
 // one another in both tensors as those of one image do, the maps and sizes describe one image. The pixels are cut into
 // splits. A cluster adds up the sums of CLUSTER splits; what is left is gradient[splits / CLUSTER][ci][tap][co]
-// (grad_weight/pixel_rows_reduce.cu).
+// (grad_weight/split_k_reduce_untiled.cu).
 // WITH_BIAS: the warps that have A fragments of the first input channels and of a tap whose offset lies in [0, stride)
 // also add them up: bias_partial[split][offset][2][co], the sum and what rounding left of it. Without it TMA rounds
 // grad_output to TF32.

@@ -16,7 +16,7 @@
 // multiple of 16 bytes; those of grad_output too, or (LINEAR_OUTPUT) no padding of columns, and grad_output's channels
 // of a group in PLANES planes. channels_last: float32, channels of a group in fours.
 // Split s takes segments s, s + splits and so on of (image, segment, column tile); its sums are
-// gradient[split][ci][tap][co], which grad_weight/pixel_rows_reduce.cu adds up.
+// gradient[split][ci][tap][co], which grad_weight/split_k_reduce_untiled.cu adds up.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"

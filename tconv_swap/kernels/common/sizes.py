@@ -65,22 +65,14 @@ def large_kernel_sizes(geometry: Geometry, step: int, splits: int) -> Words:
     )
 
 
-def space_to_depth_sizes(
-    batch: int, source: tuple[int, int], pixel_rows: int, positions: tuple[int, int], pitch: int, segment: int
-) -> Words:
-    """Returns ``SpaceToDepthSizes``, for the kernel that copies images of ``source`` rows and columns to planes of
-    ``positions`` rows and columns."""
-    count = positions[0] * positions[1]
+def pad_images_sizes(batch: int, height: int, width: int, columns: int, pitch: int, segment: int) -> Words:
+    """Returns ``PadImagesSizes``, for the kernel that copies images to rows of ``columns``."""
+    pixels = height * columns
     return (
-        *(batch, *source, pixel_rows, count, pitch, segment),
-        *divisor(ceil_div(count, segment)),
-        *divisor(positions[1]),
+        *(batch, height, width, pixels, pitch, segment),
+        *divisor(ceil_div(pixels, segment)),
+        *divisor(columns),
     )
-
-
-def pixel_rows_sizes(geometry: Geometry, splits: int, im2col_rows: bool) -> Words:
-    """Returns ``PixelRowsSizes``, for grad_weight/pixel_rows.cu."""
-    return geometry.batch, geometry.width, geometry.height * geometry.width, splits, int(im2col_rows)
 
 
 def im2col_nchw_sizes(

@@ -8,15 +8,9 @@ from functools import partial
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
+from tconv_swap.kernels.common.pad_images import PaddedImages, pad_images
 from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
-from tconv_swap.kernels.common.space_to_depth import (
-    Planes,
-    bias_partial_rows,
-    identity_constants,
-    planes_of,
-    space_to_depth,
-)
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     BOX_PIXELS,
@@ -38,8 +32,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     with_splits,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
-from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
+from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
@@ -118,18 +111,20 @@ def copies_grad_output(geometry: Geometry) -> bool:
 def _copied_bytes(geometry: Geometry, stage: Stage) -> int:
     """Returns the bytes of the copies that are made before the product."""
     g = geometry
-    output_bytes = _output_planes(g).bytes(g.batch) if copies_grad_output(g) else 0
-    return output_bytes + (0 if input_read_in_place(g, stage) else _input_planes(g, stage).bytes(g.batch))
+    output_bytes = _padded_grad_output(g).bytes if copies_grad_output(g) else 0
+    return output_bytes + (0 if input_read_in_place(g, stage) else _padded_input(g, stage).bytes)
 
 
-def _input_planes(geometry: Geometry, stage: Stage) -> Planes:
-    """Returns the layout of the input's copy."""
-    return planes_of(1, geometry.in_channels, (geometry.height, stage.pitch))
+def _padded_input(geometry: Geometry, stage: Stage) -> PaddedImages:
+    """Returns the input as the stage reads it, in place or from a copy."""
+    g = geometry
+    return PaddedImages(g.batch, g.in_channels, g.height, g.width, stage.pitch)
 
 
-def _output_planes(geometry: Geometry) -> Planes:
-    """Returns the layout of grad_output's copy."""
-    return planes_of(1, geometry.out_channels, (geometry.out_height, out_row_pitch(geometry)))
+def _padded_grad_output(geometry: Geometry) -> PaddedImages:
+    """Returns grad_output as the kernel reads it, in place or from a copy."""
+    g = geometry
+    return PaddedImages(g.batch, g.out_channels, g.out_height, g.out_width, out_row_pitch(g))
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -161,38 +156,22 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     g, kernel, stage = problem.geometry, tile.kernel, tile.stage
     memory = WorkspaceLayout()
     launches = []
-    into = _input_planes(g, stage)
+    into = _padded_input(g, stage)
     in_base = input_(1)
     if not input_read_in_place(g, stage):
-        in_at = memory.reserve(into.bytes(g.batch))
+        in_at = memory.reserve(into.bytes)
         in_base = workspace(in_at)
-        launches.append(
-            space_to_depth(
-                g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
-            )
-        )
+        launches.append(pad_images(input_(1), in_at, into))
     # Where grad_output is copied, the launch that copies it also adds up the bias.
-    out = _output_planes(g)
+    out = _padded_grad_output(g)
     out_base, bias_rows = input_(0), 2 * tile.splits * g.stride[0]
     copies_output = copies_grad_output(g)
     if copies_output:
-        out_at = memory.reserve(out.bytes(g.batch))
-        out_base, bias_rows = workspace(out_at), bias_partial_rows(g.batch, out)
+        out_at = memory.reserve(out.bytes)
+        out_base, bias_rows = workspace(out_at), out.bias_rows
     bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     if copies_output:
-        size = (g.out_height, g.out_width)
-        launches.append(
-            space_to_depth(
-                g.batch,
-                input_(0),
-                out_at,
-                out,
-                size,
-                g.out_height,
-                identity_constants(),
-                bias_at if with_bias else None,
-            )
-        )
+        launches.append(pad_images(input_(0), out_at, out, bias_at if with_bias else None))
     adds_bias = with_bias and not copies_output
     direct = tile.splits == 1
     partial_at = 0 if direct else memory.reserve(tile.splits * weight_bytes(g))
@@ -240,7 +219,7 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
             shared_bytes=stages * stage_bytes(g, kernel, stage) + fixed_bytes(g),
             overlaps_previous=bool(launches),
             tensor_maps=(
-                into.map(in_base, BOX_PIXELS, kernel.cols, g.batch, ElementKind.TFLOAT32),
+                into.map(in_base, BOX_PIXELS, kernel.cols),
                 _grad_output_map(g, tile, out_base, 4 * out.pitch, adds_bias),
             ),
         )

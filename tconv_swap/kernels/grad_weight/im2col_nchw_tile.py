@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP, TMA_ALIGNMENT
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 

@@ -25,8 +25,7 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     tiles_of,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
-from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
+from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
+    STAGE_PIXELS,
     Pixels,
     Tile,
     candidates,
@@ -30,7 +31,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
     sizes_of,
     weight_of,
 )
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import STAGE_PIXELS, weight_bytes
+from tconv_swap.kernels.grad_weight.split_k_untiled import weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 

@@ -11,30 +11,26 @@ from math import prod
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_BOX, SHARED_BYTES_PER_CLOCK
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
-    L2_RATE,
-    MAX_STAGES_PER_SUM,
-    PARTIAL_LIMIT_BYTES,
-    SPLIT_CLOCKS,
-    STAGE_PIXELS,
-    weight_bytes,
-)
+from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Channels of a box: rows of 128 bytes.
-BOX_CHANNELS = 32
+#: Pixels of a stage; channels of a box: rows of 128 bytes.
+STAGE_PIXELS, BOX_CHANNELS = 32, 32
 #: Stages of the ring.
 MIN_STAGES, MAX_STAGES = 3, 8
+#: Stages that are multiplied into the same sums: the tensor cores truncate their sums.
+MAX_STAGES_PER_SUM = 256
 #: Bytes of shared memory beside the stages: barriers, and the alignment of the stages.
 FIXED_BYTES = 1024 + 1024
 #: Warpgroups that multiply, each 128 rows, and input channels, as registers allow.
 _SHAPES = ((2, 128), (2, 96), (2, 64), (3, 96), (3, 64))
-#: Clocks of a stage beside its multiplies, of the exchange of sums between two
+#: Clocks of a stage beside its multiplies, of a split beside its stages, of the exchange of sums between two
 #: blocks, and of the launch that reduces splits.
-_STAGE_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 60, 6000, 3000
-#: Bytes a clock of the whole GPU, of partial sums on their way to the L2 and back.
-_PARTIAL_RATE = 2600
+_STAGE_CLOCKS, _SPLIT_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 60, 4000, 6000, 3000
+#: Bytes a clock: that a multiprocessor gets from the L2; of the whole GPU, of partial sums on their way to the L2 and
+#: back.
+_L2_RATE, _PARTIAL_RATE = 33, 2600
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +236,9 @@ def stage_clocks(geometry: Geometry, tile: Tile) -> float:
     steps = STAGE_PIXELS // 8 * (rows // 64)
     copied = tile.copied_bytes(geometry)
     shared = steps * tile.cols * 32 + fragment_bytes + 2 * tile.input_bytes + copied
-    return _STAGE_CLOCKS + max(steps * tile.cols / 2 * 1.1, copied / L2_RATE, shared / SHARED_BYTES_PER_CLOCK)
+    return _STAGE_CLOCKS + max(
+        steps * tile.cols / 2 * 1.1, copied / _L2_RATE, shared / SHARED_BYTES_PER_CLOCK
+    )
 
 
 def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
@@ -259,5 +257,5 @@ def clocks_of(
     partial = bytes_of_copy * (2 * copies + 1) / _PARTIAL_RATE + _REDUCE_CLOCKS
     if copies == 1:
         partial = bytes_of_copy / _PARTIAL_RATE
-    per_split = ceil_div(stages, splits) * stage + SPLIT_CLOCKS + (cluster - 1) * _EXCHANGE_CLOCKS
+    per_split = ceil_div(stages, splits) * stage + _SPLIT_CLOCKS + (cluster - 1) * _EXCHANGE_CLOCKS
     return waves * per_split + partial

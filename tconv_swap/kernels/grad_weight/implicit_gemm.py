@@ -1,8 +1,7 @@
 """Plans of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu, and the order of the families of the stage.
 
-16 bits in channels_last are planned by implicit_gemm_tma. Wide layers in TF32 also have kernels of im2col_nchw,
-im2col_nhwc or pixel_rows, and layers at stride 1 one of stride1; at each size the family with the fewest expected
-clocks is taken.
+16 bits in channels_last are planned by implicit_gemm_tma. Wide layers in TF32 also have kernels of im2col_nchw or
+im2col_nhwc, and layers at stride 1 one of stride1; at each size the family with the fewest expected clocks is taken.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
-from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, choose, registers
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import is_a_product, pixel_tiles, taps_cover_stride
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles, taps_cover_stride
 from tconv_swap.kernels.grad_weight.implicit_gemm_cost import splits_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     item_bytes,
@@ -51,8 +49,6 @@ from tconv_swap.runtime.program import (
 
 #: Channels of a group, on either side, from which the TF32 families with pixels along k fill their tiles.
 WIDE_CHANNELS = 64
-#: Input channels times taps, for each pixel of a stride, from which pixel_rows is worth its copy of grad_output.
-PIXEL_ROWS_MIN_MULTIPLIES = 200
 #: Clocks at 1.7 GHz, measured over expected, in TF32 and NCHW, of the implicit GEMM where the kernel is the stride
 #: (elsewhere 0.99): the geometric mean of 50 layers and sizes on an H100, whose logarithms deviate by 0.11.
 PRODUCT_CLOCKS = 0.59
@@ -99,13 +95,10 @@ def _with_pixels_along_k(
 ) -> Iterator[list[Ranked]]:
     """Yields the parts of each family with pixels along k, in TF32; to be measured, those of im2col also for layers
     without a kernel of it."""
-    im2col, pixel_rows = _nchw_schedules(problem, device)
     if _nhwc_schedules(problem) or count > 1:
         yield grad_weight_im2col_nhwc.ranked(problem, device, with_bias, count)
-    if im2col or count > 1:
+    if _nchw_schedules(problem, device) or count > 1:
         yield grad_weight_im2col_nchw.ranked(problem, device, with_bias, count)
-    if pixel_rows:
-        yield grad_weight_pixel_rows.ranked(problem, device, with_bias, count, pixel_rows)
 
 
 def implicit_gemm(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
@@ -144,9 +137,7 @@ def max_schedules(problem: Problem, device: Device) -> int:
         return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
     if nhwc := _nhwc_schedules(problem):
         return MAX_SCHEDULES - nhwc - _stride1_schedules(problem, device)
-    im2col_nchw, pixel_rows = _nchw_schedules(problem, device)
-    gemm = 1 if im2col_nchw and _is_wide(problem) and is_a_product(g) else 0
-    return MAX_SCHEDULES - max(im2col_nchw + pixel_rows + gemm, _stride1_schedules(problem, device))
+    return MAX_SCHEDULES - max(_nchw_schedules(problem, device), _stride1_schedules(problem, device))
 
 
 def _nhwc_schedules(problem: Problem) -> int:
@@ -157,20 +148,13 @@ def _nhwc_schedules(problem: Problem) -> int:
     return grad_weight_im2col_nhwc.MAX_SCHEDULES if problem.channels_last and problem.is_tf32 and wide else 0
 
 
-def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
-    """Returns how many kernels of im2col_nchw and of pixel_rows a layer in NCHW has over all its sizes."""
+def _nchw_schedules(problem: Problem, device: Device) -> int:
+    """Returns how many kernels of im2col_nchw a layer in NCHW has over all its sizes."""
     g = problem.geometry
     in_tf32 = device.architecture == "sm_90a" and problem.is_tf32 and not problem.channels_last
-    if not in_tf32 or max(g.stride) == 1:
-        return 0, 0
-    im2col_nchw = grad_weight_im2col_nchw.MAX_SCHEDULES if _im2col_nchw_may_win(problem) else 0
-    if not _is_wide(problem):
-        return im2col_nchw, 0
-    if im2col_nchw:
-        # If maps of one pixel are a plain matrix product, gradients/gemm.py computes them and takes the place of
-        # pixel_rows.
-        return im2col_nchw, 0 if is_a_product(g) else 1
-    return 0, grad_weight_pixel_rows.MAX_SCHEDULES
+    if not in_tf32 or max(g.stride) == 1 or not _im2col_nchw_may_win(problem):
+        return 0
+    return grad_weight_im2col_nchw.MAX_SCHEDULES
 
 
 def _stride1_schedules(problem: Problem, device: Device) -> int:
@@ -184,14 +168,6 @@ def _stride1_schedules(problem: Problem, device: Device) -> int:
     ):
         return 0
     return grad_weight_stride1.MAX_SCHEDULES
-
-
-def _is_wide(problem: Problem) -> bool:
-    """Returns whether a layer in NCHW has the channels that pixel_rows needs, whatever its sizes."""
-    g = problem.geometry
-    enough = PIXEL_ROWS_MIN_MULTIPLIES * math.prod(g.stride)
-    channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    return channels >= WIDE_CHANNELS and g.in_channels_per_group * g.taps >= enough
 
 
 def _im2col_nchw_may_win(problem: Problem) -> bool:

@@ -15,8 +15,7 @@ from tconv_swap.kernels.common.ranked import Ranked, made
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, stride1_may_win
-from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
+from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.grad_weight.stride1_tile import (
     BOX_BYTES,
     BOX_CHANNELS,

@@ -31,7 +31,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     expected_clocks,
     stages_of,
 )
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Launch, Part
 
@@ -156,6 +156,23 @@ def test_each_pixel_reads_the_columns_of_its_taps_from_the_boxes(geometry: Geome
                 if pixel < left and line < rows and col < g.width:
                     seen[row][in_row] += 1
         assert seen == [[1] * g.width for _ in range(g.height)]
+
+
+@pytest.mark.parametrize(
+    ("geometry", "copied"),
+    [
+        (UNET, set()),
+        (replace(UNET, output_padding=(0, 1)), {0}),  # rows of grad_output of 65 pixels
+        (replace(WIDE, height=31, width=30), {1}),  # images of 930 pixels
+        (replace(UNET, width=31), {0, 1}),
+    ],
+    ids=str,
+)
+def test_tensors_are_copied_only_where_boxes_cannot_begin(geometry: Geometry, copied: set[int]) -> None:
+    """0 is grad_output, 1 the input."""
+    (made,) = im2col_nchw.part_candidates(tf32_problem(geometry), H200, False, 1)
+    copies = [one for one in made.launches if one.kernel.entry == "pad_images"]
+    assert {one.arguments[0].value for one in copies} == copied
 
 
 @pytest.mark.parametrize("layer", [WIDE, UNET, SMALL_MAP], ids=str)

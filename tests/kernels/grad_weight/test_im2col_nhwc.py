@@ -18,12 +18,12 @@ from grad_weight_cases import (
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.grad_weight import im2col_nhwc
-from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import rows_are_contiguous, stages_of
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
+from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     MAX_STAGES_PER_SUM,
-    PARTIAL_LIMIT_BYTES,
-    weight_bytes,
+    rows_are_contiguous,
+    stages_of,
 )
+from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 
 
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)

@@ -20,7 +20,6 @@ from tconv_swap.kernels.common import general
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
-from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
@@ -40,12 +39,12 @@ AUXILIARY = {
     "forward_implicit_gemm_split_k",
     "grad_bias_general",
     "grad_weight_split_k_reduce",
-    "grad_weight_pixel_rows_reduce",
+    "grad_weight_split_k_reduce_untiled",
     "forward_narrow_mma_pack",
     "forward_stride1_pack",
     "forward_implicit_gemm_pack",
     "pad_rows",
-    "space_to_depth",
+    "pad_images",
     "split_k_reduce",
 }
 #: Constants that follow from the sizes of images.
@@ -108,7 +107,7 @@ Made = tuple[Part, Mask]
 
 def computing(part: Part) -> Kernel:
     """Returns the kernel of a part that multiplies."""
-    return next(one.kernel for one in part.launches if one.kernel.entry not in {"space_to_depth"})
+    return next(one.kernel for one in part.launches if one.kernel.entry != "pad_images")
 
 
 def _general(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
@@ -150,11 +149,6 @@ def _large_kernel(posed: plan.Problem, device: plan.Device, bias: bool) -> Itera
     )
     if shape is not None:
         yield gradients_large_kernel.lower(posed, shape, device), (True, True, False)
-
-
-def _pixel_rows(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for one in grad_weight_pixel_rows.part_candidates(posed, device, False, 2):
-        yield one, (False, True, False)
 
 
 def _im2col_nchw(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
@@ -223,7 +217,6 @@ FAMILIES: dict[str, tuple[Planner, Callable[[random.Random], Geometry], bool]] =
     "depthwise": (_depthwise, _of_groups, False),
     "narrow_joint": (_narrow_joint, _rgb, True),
     "large_kernel": (_large_kernel, _of_many_taps, False),
-    "pixel_rows": (_pixel_rows, _wide, True),
     "im2col_nchw": (_im2col_nchw, _wide, True),
     "stride1": (_stride1, _of_stride_one, True),
 }
@@ -240,7 +233,7 @@ def sizes_of_one_kernel(
         dtype = rng.choice((*dtypes, torch.float64) if family == "general" else dtypes)
         precision = "ieee" if dtype != torch.float32 else rng.choice(("tf32", "ieee"))
         channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
-        if family in ("pixel_rows", "im2col_nchw"):
+        if family == "im2col_nchw":
             dtype, precision, channels_last = torch.float32, "tf32", False
         elif family == "stride1":
             precision = "tf32"

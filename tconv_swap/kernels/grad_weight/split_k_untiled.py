@@ -1,14 +1,21 @@
-"""The launch of csrc/kernels/grad_weight/pixel_rows_reduce.cu, which adds up the splits of the TF32 families
-and of stride1."""
+"""The partial sums of im2col_nchw, im2col_nhwc and stride1, which lie as the weight does, in float32, and the launch of
+csrc/kernels/grad_weight/split_k_reduce_untiled.cu, which adds them up."""
 
 from __future__ import annotations
 
-from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
+from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, int64, output, workspace
 
+#: Limit of the partial sums; one copy of the gradient may exceed it.
+PARTIAL_LIMIT_BYTES = 64 << 20
 _THREADS = 256
+
+
+def weight_bytes(geometry: Geometry) -> int:
+    """Returns the bytes of the gradient in float32."""
+    return 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
 
 
 def reduce(problem: Problem, splits: int, partial_at: int) -> Launch:
@@ -26,8 +33,8 @@ def reduce(problem: Problem, splits: int, partial_at: int) -> Launch:
     else:
         grid = ceil_div(weight_bytes(g) // 4 * threads_per_sum, _THREADS)
     kernel = Kernel(
-        "grad_weight/pixel_rows_reduce.cu",
-        "grad_weight_pixel_rows_reduce",
+        "grad_weight/split_k_reduce_untiled.cu",
+        "grad_weight_split_k_reduce_untiled",
         (
             ("Element", ELEMENT_TYPES[problem.dtype]),
             *g.layer_constants,

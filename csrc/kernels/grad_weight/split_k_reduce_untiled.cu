@@ -1,6 +1,6 @@
-// The last launch of grad_weight/{im2col_nchw,im2col_nhwc,pixel_rows,stride1}.cu: adds up the splits' sums
-// [split][ci][tap][co] of the weight's gradient in a fixed order, and writes them in the layout of the weight.
-// THREADS_PER_SUM threads share the splits of a sum.
+// The last launch of grad_weight/{im2col_nchw,im2col_nhwc,stride1}.cu: adds up the splits' sums [split][ci][tap][co] of the
+// weight's gradient in a fixed order, and writes them in the layout of the weight. THREADS_PER_SUM threads share the splits
+// of a sum. Those sums lie as a weight does; split_k_reduce.cu adds up the tiles of the implicit GEMM.
 //
 // With few splits a block makes COLUMNS output channels of all taps of one input channel, and writes them
 // contiguously. With THREADS_PER_SUM > 1 reading the splits is most of the work: a block makes THREADS /
@@ -57,7 +57,7 @@ __device__ __forceinline__ void reduce_channels(const float* __restrict__ partia
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    grad_weight_pixel_rows_reduce(const float* __restrict__ partial, Element* __restrict__ gradient, long long splits) {
+    grad_weight_split_k_reduce_untiled(const float* __restrict__ partial, Element* __restrict__ gradient, long long splits) {
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if constexpr (THREADS_PER_SUM > 1) {
