@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import tiny as tiny_family
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
-from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -22,13 +20,8 @@ from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
-from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
-from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
-from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
-from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import choose
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import gemm as gradients_gemm
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
@@ -133,18 +126,9 @@ def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
 
 def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
     parts = [
-        *grad_weight_tma.part_candidates(problem, device, False, 1),
-        *grad_weight_im2col_nchw.part_candidates(problem, device, False, 1),
-        *grad_weight_im2col_nhwc.part_candidates(problem, device, False, 1),
-        *grad_weight_stride1.part_candidates(problem, device, 1),
+        *grad_weight_implicit_gemm.part_candidates(problem, device, False, _OF_ALL_FAMILIES),
         *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
     ]
-    if grad_weight_implicit_gemm.supports(problem, device):
-        found = choose(problem, device, _ALL, MAX_SCHEDULES)
-        for wgmma in (True, False):
-            best = next((one for one in found if one.tile.wgmma == wgmma), None)
-            if best is not None:
-                parts.append(grad_weight_implicit_gemm.lower(problem, best, device, False))
     yield from (_plan(part, _grad_weight_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_weight", device)
 
@@ -178,26 +162,7 @@ def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]
     if depthwise is not None:
         outputs = (_grad_input_output(problem), _grad_weight_output(problem))
         yield _plan(depthwise, *(one for one, wanted in zip(outputs, mask, strict=False) if wanted))
-    pieces = _parts_from_copies(problem, mask, device)
-    if pieces:
-        yield gradients_nchw_to_nhwc.assembled(problem, pieces, False, device)
-
-
-def _parts_from_copies(
-    problem: Problem, mask: tuple[bool, ...], device: Device
-) -> list[gradients_nchw_to_nhwc.GradientPart]:
-    """Returns what can be computed from copies in channels_last, whether or not that is expected to be faster; else
-    empty."""
-    tensors = gradients_nchw_to_nhwc.tensors_of(problem)
-    if device.architecture != "sm_90a" or problem.channels_last or problem.geometry.batch == 0:
-        return []
-    if problem.dtype.itemsize != 2 or any(tensor.rows % tensor.piece for tensor in tensors):
-        return []
-    if sum(tensor.bytes for tensor in tensors) > MAX_COPY_BYTES:
-        return []
-    makers = (gradients_nchw_to_nhwc.nhwc_grad_input, gradients_nchw_to_nhwc.nhwc_grad_weight)
-    made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]
-    return [piece for piece in made if piece is not None] if None not in made else []
+    yield from gradients_nchw_to_nhwc.plan_candidates(problem, mask, device)
 
 
 def _plan(part: Part, *outputs: Output) -> Plan:

@@ -34,7 +34,6 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.common.cast import plan_cast
-from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.runtime import host, launch
 from tconv_swap.runtime.cache import csrc_directory
 from tconv_swap.runtime.program import Output, Part, Plan
@@ -159,10 +158,6 @@ def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[P
     if stage == "grad_weight":
         parts = [general.plan_grad_weight(problem, device), general.plan_grad_bias(problem, device)]
         return [*offered, _of_parts(problem, mask, parts)]
-    if stage == "grad_weight alone":
-        # The library plans it for layers that are larger than these.
-        large_images = grad_weight_stride1.part_candidates(problem, device, 1)
-        return [*offered, *(_of_parts(problem, mask, [part]) for part in large_images)]
     return offered
 
 

@@ -101,6 +101,8 @@ def plans_anew() -> Iterator[None]:
         plan.plan_backward,
         grad_input_implicit_gemm.plan_grad_input,
         grad_weight_implicit_gemm.plan_grad_weight,
+        grad_weight_implicit_gemm.ranked,
+        grad_weight_implicit_gemm.ranked_from_copies,
     )
     for planner in remembered:
         planner.cache_clear()

@@ -1,6 +1,7 @@
-"""Classes of layers on which PyTorch's operator was measured to be faster (benchmarks/README.md).
+"""Classes of layers on which PyTorch's operator was measured to be faster (benchmarks/README.md), and sizes at which
+its gradient of the weight is expected to be.
 
-They hold for Hopper (compute capability 9.0), where they were measured, and go by the layer's geometry alone.
+The classes hold for Hopper (compute capability 9.0), where they were measured, and go by the layer's geometry alone.
 ``tconv_swap.tune`` measures the layers of one network, and its result takes precedence. bfloat16 uses the same
 kernels as float16 and follows its rules.
 """
@@ -10,14 +11,11 @@ from __future__ import annotations
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.kernels.grad_weight import pytorch_clocks as grad_weight_pytorch_clocks
 from tconv_swap.kernels.problem import Device, Problem
 
-#: From this product of a group's input and output channels on, cuDNN's gradient of the weight is faster: in NCHW, in
-#: channels_last with TF32, and in channels_last with 16 bits.
-PAIRS_NCHW = 256 * 128
-PAIRS_TF32 = 256 * 64
-PAIRS_16_BIT = 128 * 64
-#: The same for the gradient of the input in float32 without TF32, where the kernel is smaller.
+#: From this stride on cuDNN's gradient of the input in float32 without TF32 is faster where the kernel is smaller.
 WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
@@ -25,9 +23,6 @@ SMALL_MAP_CHANNELS = 512
 #: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5, 12 and
 #: 24 ours was 2.3 to 3.3 times as fast, with 32 and 64 1.3 to 2.1 times: five layers).
 ONE_PIXEL_BATCH = 128
-#: From this stride on cuDNN's gradient of the weight in 16 bits was wrong: 1.4 from float64, relative, for 1024 -> 512
-#: and 768 -> 384 channels with kernels of 20 and strides of 10 (torch 2.11, cuDNN 9.19); right for strides of 3 and 8.
-UNRELIABLE_STRIDE = 10
 
 #: In channels_last cuDNN's gradient of the input is faster from so many channels on either side and so many
 #: multiply-adds for each element of input, output and weight: with strides, where the copy engine cannot bring
@@ -51,6 +46,14 @@ TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 IMPLICIT_GEMM = "implicit_gemm"
 IMPLICIT_GEMM_TMA = "implicit_gemm_tma"
 NARROW_MMA = "narrow_mma"
+
+#: The families of the gradient of the weight that are ranked by their expected clocks.
+RANKED_BY_CLOCKS = frozenset(
+    (
+        *(IMPLICIT_GEMM, IMPLICIT_GEMM_TMA, f"nchw_to_nhwc, {IMPLICIT_GEMM_TMA}"),
+        *("im2col_nchw", "im2col_nhwc", "stride1"),
+    )
+)
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -94,24 +97,13 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
 
 def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
     """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
-    geometry = problem.geometry
-    pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
-    on_hopper = device.compute_capability == 90 and family == IMPLICIT_GEMM
-    if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
-        return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
-    if not _applies(problem, family, device):
+    if family not in RANKED_BY_CLOCKS:
         return None
-    if problem.dtype.itemsize == 2 and max(geometry.stride) >= UNRELIABLE_STRIDE:
+    theirs = grad_weight_pytorch_clocks.clocks(problem, device)
+    ours = grad_weight_implicit_gemm.expected_clocks(problem, device)
+    if ours <= grad_weight_pytorch_clocks.MARGIN * theirs:
         return None
-    if not problem.channels_last:
-        if geometry.kernel == geometry.stride:
-            return None
-        many, speedup = PAIRS_NCHW, "0.38 to 1.22"
-    elif problem.dtype == torch.float32:
-        many, speedup = PAIRS_TF32, "0.50 to 1.15"
-    else:
-        many, speedup = PAIRS_16_BIT, "0.35 to 0.99"
-    return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
+    return f"PyTorch's is expected to be {ours / theirs:.1f} times as fast"
 
 
 def _has_few_pairs(geometry: Geometry) -> bool:

@@ -119,6 +119,7 @@ def backward_candidates(
         if not plans:
             after = [bias] if output_mask[2] else []
             plans = [_assembled([(part, (grad_weight,)), *after]) for part in for_weight(False)]
+        plans = in_turn(plans, gradients_nchw_to_nhwc.plan_candidates(problem, output_mask, device))
     return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
 
 
@@ -132,7 +133,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 
 def _of_larger_families(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
-    for family in (_gemm, gradients_nchw_to_nhwc.plan_backward, _depthwise):
+    for family in (_gemm, _depthwise, _from_copies):
         made = family(problem, output_mask, device)
         if made is not None:
             return made
@@ -163,6 +164,13 @@ def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) 
     if output_mask[2] and not with_bias:
         pieces.append((_grad_bias(problem, device), (grad_bias,)))
     return _assembled(pieces)
+
+
+def _from_copies(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
+    """Returns a plan that reads copies in channels_last, unless one pass computes the gradients of input and weight."""
+    if output_mask[0] and output_mask[1] and in_one_pass(problem, device):
+        return None
+    return gradients_nchw_to_nhwc.plan_backward(problem, output_mask, device)
 
 
 def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:

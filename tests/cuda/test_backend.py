@@ -82,7 +82,7 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
 #: Its layout is not converted, since it has 64 channels.
 SMALL_FLAT = Geometry(8, 512, 32, 32, 64, (2, 2), (2, 2))
 #: Its channels are no multiple of 4, so the implicit GEMM computes the gradient of the weight in TF32 and
-#: channels_last.
+#: channels_last, in pieces of 8 bytes.
 ODD = Geometry(64, 130, 64, 64, 66, (2, 2), (2, 2))
 MANY_ODD = Geometry(64, 258, 64, 64, 66, (2, 2), (2, 2))
 DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
@@ -100,6 +100,7 @@ TWO_CHANNELS = Geometry(12, 44, 56, 177, 2, (3, 3), (2, 2), (1, 1), (1, 1))
 #: Many products of an element, by the copy engine, and of rows that are no multiples of 16 bytes.
 POSE = Geometry(32, 512, 15, 20, 256, (4, 4), (2, 2), (1, 1))
 VOCODER = Geometry(24, 1548, 1, 184, 774, (1, 6), (1, 3), (0, 1), (0, 1))
+SHORT_VOCODER = Geometry(1, 1548, 1, 60, 774, (1, 6), (1, 3), (0, 1), (0, 1))
 #: cuDNN's gradient of its weight was wrong in 16 bits.
 WIDE_STRIDE = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
 
@@ -116,7 +117,7 @@ WIDE_STRIDE = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
         (UNET1, torch.float32, "tf32", False, (False, False, False)),
         (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
         (DCGAN, torch.float32, "tf32", True, (False, False, False)),
-        (ODD, torch.float32, "tf32", True, (False, False, False)),
+        (ODD, torch.float32, "tf32", True, (False, False, True)),
         (MANY_ODD, torch.float32, "tf32", True, (False, False, True)),
         (SAM, torch.float32, "tf32", True, (False, False, False)),
         (UNET1, torch.float32, "tf32", True, (False, False, False)),
@@ -127,8 +128,8 @@ WIDE_STRIDE = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
         (STRIDE_1, torch.float32, "tf32", False, (False, False, False)),
         (ONE_PIXEL, torch.float32, "ieee", False, (False, False, False)),
         (ONE_PIXEL, torch.float32, "tf32", False, (False, False, False)),
-        (ONE_PIXEL_ODD, torch.float32, "tf32", False, (False, True, True)),
-        (ONE_PIXEL_ODD.with_batch(64), torch.float32, "tf32", False, (False, False, True)),
+        (ONE_PIXEL_ODD, torch.float32, "tf32", False, (False, True, False)),
+        (ONE_PIXEL_ODD.with_batch(64), torch.float32, "tf32", False, (False, False, False)),
         (ONE_PIXEL_NARROW, torch.float32, "tf32", False, (False, False, False)),
         (ONE_ROW, torch.float32, "tf32", False, (False, False, False)),
         (HIFIGAN, torch.float32, "tf32", False, (False, False, False)),
@@ -145,13 +146,13 @@ WIDE_STRIDE = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
         (POSE.with_batch(16), torch.float16, "ieee", True, (False, False, False)),
         (POSE, torch.float32, "tf32", True, (False, False, False)),
         (VOCODER, torch.float32, "tf32", True, (False, True, True)),
-        (VOCODER.with_batch(1), torch.float32, "tf32", True, (False, False, True)),
+        (SHORT_VOCODER, torch.float32, "tf32", True, (False, False, False)),
         (VOCODER, torch.float32, "ieee", True, (False, False, False)),
         (VOCODER, torch.float16, "ieee", False, (False, False, True)),
     ],
     ids=str,
 )
-def test_classes_measured_to_be_slower_are_left_to_pytorch_on_hopper_alone(
+def test_layers_that_pytorch_computes_faster_are_left_to_it_on_hopper_alone(
     geometry: Geometry, dtype: torch.dtype, precision: str, channels_last: bool, native: tuple[bool, ...]
 ) -> None:
     one = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
@@ -162,7 +163,7 @@ def test_classes_measured_to_be_slower_are_left_to_pytorch_on_hopper_alone(
             *choose_backward(one, (True, False, False), device, backend),
             *choose_backward(one, (False, True, False), device, backend),
         ]
-        assert all("H200" in step.why for step in steps if step.plan is None)
+        assert all(step.why.startswith("PyTorch's ") for step in steps if step.plan is None)
         return tuple(step.plan is None for step in steps)
 
     assert by_pytorch(H200, "auto") == native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -14,7 +15,6 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
-from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -61,10 +61,11 @@ def test_no_plan_takes_more_than_the_limit(geometry: Geometry, channels_last: bo
 
 @pytest.mark.parametrize("geometry", [DECODER, ODD, MANY_WEIGHTS], ids=str)
 def test_nor_does_what_tuning_would_measure(geometry: Geometry) -> None:
-    for channels_last in (False, True):
-        problem = plan.Problem(geometry, torch.float32, "tf32", channels_last, channels_last)
-        for made in grad_weight_im2col_nchw.part_candidates(problem, H200, False, 64):
-            assert made.workspace_bytes <= limit(geometry), (made.family, made.why)
+    for (dtype, precision), channels_last in itertools.product(MODES, (False, True)):
+        problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+        for mask in ((False, True, False), (False, True, True)):
+            for made in plan.backward_candidates(problem, mask, H200, 64):
+                assert made.workspace_bytes <= limit(geometry), (made.family, made.why)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])

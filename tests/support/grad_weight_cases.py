@@ -1,10 +1,10 @@
-"""Layers and random problems of the gradient of the weight in TF32, for the families that have pixels along k."""
+"""Layers, random problems and all tiles of the gradient of the weight in TF32, for the families that have pixels along
+k."""
 
 from __future__ import annotations
 
 import random
-from types import ModuleType
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,14 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import im2col_nchw_clocks as grad_weight_im2col_nchw_clocks
+from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
+from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
+from tconv_swap.kernels.grad_weight import im2col_nhwc_clocks as grad_weight_im2col_nhwc_clocks
+from tconv_swap.kernels.grad_weight import im2col_nhwc_tile as grad_weight_im2col_nhwc_tile
+from tconv_swap.kernels.grad_weight.selection import layer_of
 from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -72,16 +80,67 @@ def hopper() -> plan.Device:
     return device
 
 
-def assert_random_tile_matches(family: ModuleType, channels_last: bool, seed: int, with_bias: bool) -> None:
-    """Runs a random tile of a family (``tiles_for``, ``lower``) on a random problem, against float64."""
+def nchw_tiles(problem: plan.Problem, device: plan.Device) -> list[grad_weight_im2col_nchw_tile.Tile]:
+    """Returns all tiles of im2col_nchw that compute the problem, not only those that a plan takes: each kernel that the
+    layer may have, with each stage."""
+    g = problem.geometry
+    if not grad_weight_im2col_nchw.supports(problem, device):
+        return []
+    found = [
+        grad_weight_im2col_nchw_clocks.with_splits(g, kernel, stage, device)
+        for kernel in grad_weight_im2col_nchw_tile.kernels(g)
+        for stage in grad_weight_im2col_nchw_tile.stages_of(g)
+        if grad_weight_im2col_nchw_tile.supports_stage(g, kernel, stage, device)
+        and grad_weight_im2col_nchw_tile.copied_bytes(g, stage) <= MAX_COPY_BYTES
+    ]
+    return [tile for _, tile in filter(None, found)]
+
+
+def nhwc_tiles(problem: plan.Problem, device: plan.Device) -> list[grad_weight_im2col_nhwc_tile.Tile]:
+    """Returns all tiles of im2col_nhwc that compute the problem: each kernel that the layer may have, with each choice
+    of pixels and splits."""
+    g = problem.geometry
+    if not grad_weight_im2col_nhwc.supports(problem, device):
+        return []
+    found = []
+    for one in grad_weight_im2col_nhwc_clocks.pool(layer_of(problem), device):
+        for pixels, _ in one.stages:
+            if not grad_weight_im2col_nhwc_tile.covers(g, pixels):
+                continue
+            stages, cluster = grad_weight_im2col_nhwc_tile.stages_of(g, pixels), one.tile.cluster
+            choices = grad_weight_im2col_nhwc_clocks.split_choices(
+                stages, one.blocks, one.bytes_of_copy, cluster, device
+            )
+            found += [replace(one.tile, pixels=pixels, splits=splits) for splits in choices]
+    return found
+
+
+def assert_random_tile_matches(channels_last: bool, seed: int, with_bias: bool) -> None:
+    """Runs a random tile of the family for the layout on a random problem, against float64."""
     device, rng = hopper(), random.Random(seed)
     torch.manual_seed(seed)
-    tiles: list[Any] = []
-    while not tiles:
-        problem = random_problem(rng, channels_last)
-        tiles = family.tiles_for(problem, device, with_bias)
-    part = family.lower(problem, rng.choice(tiles), device, with_bias)
+    problem, part = random_part(rng, channels_last, with_bias, device)
     assert_part_matches(problem, part, with_bias)
+
+
+def random_part(
+    rng: random.Random, channels_last: bool, with_bias: bool, device: plan.Device
+) -> tuple[plan.Problem, Part]:
+    """Returns a random problem that the family for the layout computes, and a random tile of it."""
+    while True:
+        problem = random_problem(rng, channels_last)
+        if channels_last:
+            adds_bias = grad_weight_im2col_nhwc.reads_all_of_grad_output(problem.geometry)
+            of_nhwc = nhwc_tiles(problem, device) if adds_bias or not with_bias else []
+            if of_nhwc:
+                tile = rng.choice(of_nhwc)
+                return problem, grad_weight_im2col_nhwc.lower(problem, tile, device, with_bias)
+        else:
+            adds_bias = grad_weight_im2col_nchw.adds_all_of_grad_output(problem.geometry)
+            of_nchw = nchw_tiles(problem, device) if adds_bias or not with_bias else []
+            if of_nchw:
+                chosen = rng.choice(of_nchw)
+                return problem, grad_weight_im2col_nchw.lower(problem, chosen, device, with_bias)
 
 
 def assert_part_matches(problem: plan.Problem, part: Part, with_bias: bool) -> None:

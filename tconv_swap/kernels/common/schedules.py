@@ -10,7 +10,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import TypeVar
 
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import select, sizes_of, weight_of
+from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.problem import Problem
 
 #: The most kernels that compute one stage of a layer in one dtype and layout, over all sizes.
@@ -23,6 +23,11 @@ SIZES: tuple[tuple[int, int, int], ...] = (
     *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
     *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),
 )
+#: Further ones: batches and sides that are no powers of two make other numbers of tiles.
+MORE_SIZES = (
+    *((5, 32, 32), (3, 64, 64), (50, 16, 16), (20, 28, 28), (12, 40, 40), (6, 56, 56), (300, 7, 7)),
+    *((40, 20, 20), (100, 12, 12), (24, 24, 24), (8, 25, 25), (2, 100, 100)),
+)
 PATCHES = (8, 37, 37)
 SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
     (8, 1, 512),
@@ -31,13 +36,34 @@ SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
     (1, 1, 64),
     (1, 1, 1024),
 )
+MORE_SIZES_OF_ONE_ROW = ((16, 1, 32), (16, 1, 175), (4, 1, 861), (12, 1, 150), (2, 1, 10000))
 ONE_PIXEL: tuple[tuple[int, int, int], ...] = ((128, 1, 1),)
 #: Channels times columns of usual maps (layers of many channels have smaller maps), and the weight of unusual ones.
 CHANNEL_COLUMNS = (2048, 32768)
 UNUSUAL = 0.25
+#: The same of the maps of ``select_schedules``.
+MAP_CHANNEL_COLUMNS = (1 << 11, 1 << 16)
 #: The weight of single images: networks are trained on several.
 SINGLE = 0.5
 
+#: Images, rows and columns of the maps for which ``select_schedules`` selects, from the innermost maps of encoders to
+#: photographs.
+MAPS: tuple[tuple[int, int, int], ...] = (
+    (128, 4, 4),
+    (32, 8, 6),
+    (128, 8, 8),
+    (64, 14, 14),
+    (128, 16, 16),
+    (4, 32, 32),
+    (8, 37, 37),
+    (1, 64, 64),
+    (8, 64, 64),
+    (8, 128, 128),
+    (1, 256, 256),
+    (4, 512, 512),
+)
+#: The same for one-dimensional layers, whose maps have one row.
+ROWS: tuple[tuple[int, int, int], ...] = ((8, 1, 32), (1, 1, 101), (4, 1, 512), (8, 1, 4096), (8, 64, 64))
 #: The candidates are, for every third of the sizes, the 12 best schedules and the 12 best of those that compute any
 #: size.
 EVERY, BEST = 3, 12
@@ -52,22 +78,19 @@ def select_schedules(
     supports: Callable[[Problem, _Schedule], bool],
     expected: Callable[[Problem, _Schedule], float],
     any_size: Callable[[_Schedule], bool],
-    every: int = EVERY,
-    otherwise: float | None = None,
     without_padding: bool = False,
 ) -> tuple[_Schedule, ...]:
-    """Returns at most ``limit`` schedules for all sizes of a layer, out of the candidates for representative sizes
-    (grad_weight/implicit_gemm_classes.py). The first one computes ``any_size``, if such a candidate exists.
-    ``expected`` returns the time of a size that the schedule ``supports``. With ``without_padding`` the sizes count
-    without output padding, too, which is PyTorch's default and may leave rows that fewer schedules compute; odd rows
-    do not: the one for any size computes them."""
-    geometries = [size.of(layer.geometry) for size in sizes_of(layer)]
+    """Returns at most ``limit`` schedules for all sizes of a layer, out of the candidates for representative sizes.
+    The first one computes ``any_size``, if such a candidate exists. ``expected`` returns the time of a size that the
+    schedule ``supports``. With ``without_padding`` the sizes count without output padding, too, which is PyTorch's
+    default and may leave rows that fewer schedules compute; odd rows do not: the one for any size computes them."""
+    geometries = _maps_of(layer)
     if without_padding:
         unpadded = (replace(one, output_padding=(0, 0)) for one in geometries)
         geometries = list(dict.fromkeys((*geometries, *(one for one in unpadded if one.out_width % 2 == 0))))
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
     found: dict[_Schedule, None] = {}
-    for problem in problems[::every]:
+    for problem in problems[::EVERY]:
         timed = [(expected(problem, one), one) for one in candidates(problem) if supports(problem, one)]
         ranked = [one for _, one in sorted(timed, key=itemgetter(0))]
         found.update(dict.fromkeys(ranked[:BEST]))
@@ -76,12 +99,26 @@ def select_schedules(
         one: [expected(problem, one) if supports(problem, one) else math.inf for problem in problems]
         for one in found
     }
-    weights = [weight_of(layer, geometry) for geometry in geometries]
-    if otherwise is not None:
-        every_schedule = list(times)
-        chosen = select(list(times.values()), weights, limit, math.log(otherwise))
-        return tuple(every_schedule[index] for index in chosen)
+    weights = [_weight_of(layer, geometry) for geometry in geometries]
     return select_covering(times, weights, [one for one in times if any_size(one)], limit)
+
+
+def _maps_of(layer: Problem) -> list[Geometry]:
+    """Returns the sizes for which ``select_schedules`` selects."""
+    g = layer.geometry
+    if g.height == g.width == 1:
+        sizes = ONE_PIXEL
+    else:
+        sizes = ROWS if g.kernel[0] == g.stride[0] == 1 else MAPS
+    found = [replace(g, batch=batch, height=height, width=width) for batch, height, width in sizes]
+    return [one for one in found if min(one.out_height, one.out_width) > 0]
+
+
+def _weight_of(layer: Problem, geometry: Geometry) -> float:
+    """Returns the weight of one of these sizes."""
+    low, high = MAP_CHANNEL_COLUMNS
+    columns = layer.geometry.in_channels_per_group * geometry.width
+    return 1.0 if low <= columns <= high else UNUSUAL
 
 
 def select_covering(

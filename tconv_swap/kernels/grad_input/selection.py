@@ -14,6 +14,8 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import (
     CHANNEL_COLUMNS,
     MAX_SCHEDULES,
+    MORE_SIZES,
+    MORE_SIZES_OF_ONE_ROW,
     ONE_PIXEL,
     PATCHES,
     SINGLE,
@@ -41,13 +43,6 @@ from tconv_swap.runtime.disk_cache import disk_cache
 #: The candidates of implicit_gemm are the BEST of each representative size that has other tiles, and the BEST of those
 #: that compute any size.
 BEST = 6
-#: Batch, rows and columns of representative maps beside those of common/schedules.py: batches and sides that are no
-#: powers of two make other numbers of tiles.
-MORE_SIZES = (
-    *((5, 32, 32), (3, 64, 64), (50, 16, 16), (20, 28, 28), (12, 40, 40), (6, 56, 56), (300, 7, 7)),
-    *((40, 20, 20), (100, 12, 12), (24, 24, 24), (8, 25, 25), (2, 100, 100)),
-)
-MORE_SIZES_OF_ONE_ROW = ((16, 1, 32), (16, 1, 175), (4, 1, 861), (12, 1, 150), (2, 1, 10000))
 #: The share of the copy of grad_output that counts: the gradient of the weight, which is mostly computed as well, reads
 #: it too.
 COPY_SHARE = 0.5

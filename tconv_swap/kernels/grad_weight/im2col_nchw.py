@@ -3,35 +3,35 @@ grad_output (sm_90a)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from operator import itemgetter
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
-from tconv_swap.kernels.common.pad_images import PaddedImages, pad_images
-from tconv_swap.kernels.common.ranked import Ranked, made
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.pad_images import pad_images
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
-from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
+from tconv_swap.kernels.grad_weight.im2col_nchw_clocks import best_tile
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     BOX_PIXELS,
     MAX_STAGES,
     MAX_STEPS,
-    Stage,
+    Im2colKernel,
     Tile,
-    expected_clocks,
+    copies_grad_output,
     fixed_bytes,
     fragment_taps,
     input_read_in_place,
-    kernels,
     out_row_pitch,
+    padded_grad_output,
+    padded_input,
     ring,
     stage_bytes,
-    stages_of,
-    supports_stage,
     tiles_of,
-    with_splits,
 )
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
+from tconv_swap.kernels.grad_weight.layer import taps_cover_stride
 from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
@@ -50,18 +50,10 @@ from tconv_swap.runtime.program import (
 )
 
 _FAMILY = "im2col_nchw"
-#: Kernels of a layer over all its sizes.
-MAX_SCHEDULES = 2
 
 
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Returns the parts of ``ranked``."""
-    return made(ranked(problem, device, with_bias, count))
-
-
-def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
-    family does not support the problem.
+def ranked(among: Iterable[Im2colKernel], problem: Problem, device: Device, with_bias: bool) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size, the one that is expected to be the fastest first.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
     that of the bias.
 
@@ -70,61 +62,16 @@ def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> lis
     partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for each split, row of a
     stride and output channel, or segment of a copied image.
     """
-    g = problem.geometry
-    if not supports(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+    kernels = tuple(among)
+    if not kernels or not supports(problem, device):
         return []
-    tiles = [
-        tile
-        for tile in choose(problem, device, MAX_SCHEDULES)
-        if _copied_bytes(g, tile.stage) <= MAX_COPY_BYTES
-    ]
-    if len(tiles) < count and count > 1:
-        others = sorted(
-            tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device)
-        )
-        tiles = list(dict.fromkeys(tiles + others))
+    if with_bias and not adds_all_of_grad_output(problem.geometry):
+        return []
+    best = (best_tile(problem.geometry, kernel, device) for kernel in kernels)
     return [
-        Ranked(expected_clocks(g, tile, device), partial(lower, problem, tile, device, with_bias))
-        for tile in tiles[:count]
+        Ranked(clocks, partial(lower, problem, tile, device, with_bias))
+        for clocks, tile in sorted(filter(None, best), key=itemgetter(0))
     ]
-
-
-def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
-    """Returns all tiles that compute the problem, whether the layer's kernels have them or not."""
-    g = problem.geometry
-    if not supports(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
-        return []
-    cut = (
-        with_splits(g, kernel, stage, device)
-        for kernel in kernels(g)
-        for stage in stages_of(g)
-        if supports_stage(g, kernel, stage, device)
-    )
-    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.stage) <= MAX_COPY_BYTES]
-
-
-def copies_grad_output(geometry: Geometry) -> bool:
-    """Returns whether rows of grad_output have to be copied for the copy engine to load them."""
-    return out_row_pitch(geometry) != geometry.out_width
-
-
-def _copied_bytes(geometry: Geometry, stage: Stage) -> int:
-    """Returns the bytes of the copies that are made before the product."""
-    g = geometry
-    output_bytes = _padded_grad_output(g).bytes if copies_grad_output(g) else 0
-    return output_bytes + (0 if input_read_in_place(g, stage) else _padded_input(g, stage).bytes)
-
-
-def _padded_input(geometry: Geometry, stage: Stage) -> PaddedImages:
-    """Returns the input as the stage reads it, in place or from a copy."""
-    g = geometry
-    return PaddedImages(g.batch, g.in_channels, g.height, g.width, stage.pitch)
-
-
-def _padded_grad_output(geometry: Geometry) -> PaddedImages:
-    """Returns grad_output as the kernel reads it, in place or from a copy."""
-    g = geometry
-    return PaddedImages(g.batch, g.out_channels, g.out_height, g.out_width, out_row_pitch(g))
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -139,7 +86,7 @@ def supports(problem: Problem, device: Device) -> bool:
     return 4 * image < INT32_LIMIT and pixels < INT32_LIMIT and weight_bytes(g) < INT32_LIMIT
 
 
-def _adds_all_of_grad_output(geometry: Geometry) -> bool:
+def adds_all_of_grad_output(geometry: Geometry) -> bool:
     """Returns whether the bias adds up every element of grad_output exactly once.
     The rows of taps whose offset lies in [0, stride) must read every row once; of a row, everything over the
     input is added up. Where grad_output is copied, the launch that copies it adds up every element.
@@ -156,14 +103,14 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     g, kernel, stage = problem.geometry, tile.kernel, tile.stage
     memory = WorkspaceLayout()
     launches = []
-    into = _padded_input(g, stage)
+    into = padded_input(g, stage)
     in_base = input_(1)
     if not input_read_in_place(g, stage):
         in_at = memory.reserve(into.bytes)
         in_base = workspace(in_at)
         launches.append(pad_images(input_(1), in_at, into))
     # Where grad_output is copied, the launch that copies it also adds up the bias.
-    out = _padded_grad_output(g)
+    out = padded_grad_output(g)
     out_base, bias_rows = input_(0), 2 * tile.splits * g.stride[0]
     copies_output = copies_grad_output(g)
     if copies_output:

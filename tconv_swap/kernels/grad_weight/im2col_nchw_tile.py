@@ -1,5 +1,5 @@
-"""What a block of csrc/kernels/grad_weight/im2col_nchw.cu computes, and the expected time of a tile. A tile is a
-kernel, the stage that a launch gives it, and a number of splits."""
+"""What a block of csrc/kernels/grad_weight/im2col_nchw.cu computes. A tile is a kernel, the stage that a launch gives
+it, and a number of splits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP, TMA_ALIGNMENT
-from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.kernels.common.pad_images import PaddedImages
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -38,18 +38,6 @@ _SHAPES = (
 )
 #: Columns of a box of grad_output: narrow ones hold the rows of small maps in less memory.
 _OUT_BOX_COLS = (32, 16, 8)
-#: Clocks at 1.7 GHz, fitted to 1,416 tiles of 135 layers and sizes on an H100
-#: (docs/kernels/grad_weight/im2col_nchw.md): of a launch and its reduction; of a stage beside its multiplies; of a
-#: warpgroup's step, and for each column and tile of 64 rows; of a row of a box.
-_LAUNCH_CLOCKS, _STAGE_CLOCKS, _STEP_CLOCKS, _COLUMN_CLOCKS, _ROW_CLOCKS = 11_300, 266, 33.6, 0.462, 1.46
-#: Bytes a clock: of a stage on its way to a multiprocessor; of the whole GPU, of both tensors, of partial sums, of
-#: copies.
-_STAGE_RATE, _MEMORY_RATE, _PARTIAL_RATE, _COPY_RATE = 39.6, 1772, 823, 924
-#: How many times as long a stage takes of which the ring holds only two, and one whose quads of pixels are of two rows,
-#: which lie in the same banks of shared memory.
-_SHORT_RING, _TWO_ROWS = 1.25, 1.43
-#: The part of the shorter of two that adds to the longer: the product from shared memory, and the memory of the GPU.
-_OVERLAP = 0.07
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,54 +237,25 @@ def supports_stage(geometry: Geometry, kernel: Im2colKernel, stage: Stage, devic
     return ring(geometry, kernel, stage, device) >= MIN_STAGES
 
 
-def best_tile(geometry: Geometry, kernel: Im2colKernel, device: Device) -> Tile | None:
-    """Returns the tile of a kernel that is expected to be the fastest; None where it computes no stage of this size."""
-    tiles = (
-        with_splits(geometry, kernel, stage, device)
-        for stage in stages_of(geometry)
-        if supports_stage(geometry, kernel, stage, device)
-    )
-    found = [tile for tile in tiles if tile is not None]
-    return min(found, key=lambda tile: expected_clocks(geometry, tile, device), default=None)
+def copies_grad_output(geometry: Geometry) -> bool:
+    """Returns whether rows of grad_output have to be copied for the copy engine to load them."""
+    return out_row_pitch(geometry) != geometry.out_width
 
 
-def with_splits(geometry: Geometry, kernel: Im2colKernel, stage: Stage, device: Device) -> Tile | None:
-    """Returns the tile with the number of splits that is expected to be the fastest; None where more splits are needed,
-    because the tensor cores truncate long sums, than the workspace holds."""
+def copied_bytes(geometry: Geometry, stage: Stage) -> int:
+    """Returns the bytes of the copies that are made before the product."""
     g = geometry
-    images, down, across = stage.counts(g)
-    stages = images * down * across
-    max_splits = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
-    min_splits = ceil_div(stages * stage.steps(g), MAX_MULTIPLIES)
-    blocks = tiles_of(g, kernel)
-    found = {
-        max(1, min_splits, min(max_splits, waves * device.multiprocessors // blocks)) for waves in (1, 2, 3)
-    }
-    cut = [
-        Tile(kernel, stage, splits)
-        for splits in sorted(found)
-        if splits == 1 or splits * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
-    ]
-    return min(cut, key=lambda one: expected_clocks(g, one, device)) if cut else None
+    output_bytes = padded_grad_output(g).bytes if copies_grad_output(g) else 0
+    return output_bytes + (0 if input_read_in_place(g, stage) else padded_input(g, stage).bytes)
 
 
-def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of the product, of the reduction of its splits, and of the copies before it."""
-    g, kernel, stage = geometry, tile.kernel, tile.stage
-    step = kernel.warpgroups * (kernel.m_tiles * kernel.cols * _COLUMN_CLOCKS + _STEP_CLOCKS)
-    rows = stage.images * stage.run_boxes(g) * kernel.cols + output_rows(g, kernel, stage)
-    clocks = max(stage.steps(g) * step, stage_bytes(g, kernel, stage) / _STAGE_RATE, rows * _ROW_CLOCKS)
-    if ring(g, kernel, stage, device) == MIN_STAGES:
-        clocks *= _SHORT_RING
-    if stage.rows > 1 and stage.cols % 4:
-        clocks *= _TWO_ROWS
-    images, down, across = stage.counts(g)
-    waves = ceil_div(tiles_of(g, kernel) * tile.splits, device.multiprocessors)
-    stages = ceil_div(images * down * across, tile.splits)
-    inputs, outputs = g.batch * g.in_channels * g.height, g.batch * g.out_channels * g.out_height
-    memory = 4 * (inputs * g.width + outputs * g.out_width) / _MEMORY_RATE
-    partial = weight_bytes(g) * (2 * tile.splits + 1 if tile.splits > 1 else 2) / _PARTIAL_RATE
-    copied = 0 if input_read_in_place(g, stage) else inputs * stage.pitch
-    copied += 0 if out_row_pitch(g) == g.out_width else outputs * out_row_pitch(g)
-    shorter, longer = sorted((waves * stages * (clocks + _STAGE_CLOCKS), memory))
-    return longer + _OVERLAP * shorter + partial + 8 * copied / _COPY_RATE + _LAUNCH_CLOCKS
+def padded_input(geometry: Geometry, stage: Stage) -> PaddedImages:
+    """Returns the input as the stage reads it, in place or from a copy."""
+    g = geometry
+    return PaddedImages(g.batch, g.in_channels, g.height, g.width, stage.pitch)
+
+
+def padded_grad_output(geometry: Geometry) -> PaddedImages:
+    """Returns grad_output as the kernel reads it, in place or from a copy."""
+    g = geometry
+    return PaddedImages(g.batch, g.out_channels, g.out_height, g.out_width, out_row_pitch(g))

@@ -3,28 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from math import prod
+from operator import itemgetter
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.hardware import MAX_STEP
 from tconv_swap.kernels.common.limits import WorkspaceLayout
-from tconv_swap.kernels.common.ranked import Ranked, made
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import Words, im2col_nhwc_sizes
-from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
+from tconv_swap.kernels.grad_weight.im2col_nhwc_clocks import Schedule
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX_CHANNELS,
     FIXED_BYTES,
     MAX_STAGES,
     Tile,
-    candidates,
-    expected_clocks,
     rows_are_contiguous,
     tiles_of,
 )
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
+from tconv_swap.kernels.grad_weight.layer import taps_cover_stride
 from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT
@@ -42,50 +42,27 @@ from tconv_swap.runtime.program import (
     workspace,
 )
 
-__all__ = [
-    "MAX_SCHEDULES",
-    "lower",
-    "part_candidates",
-    "ranked",
-    "reads_all_of_grad_output",
-    "supports",
-    "tiles_for",
-]
-
 _FAMILY = "im2col_nhwc"
 
 
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Returns the parts of ``ranked``."""
-    return made(ranked(problem, device, with_bias, count))
-
-
-def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; none where this
-    family does not support the problem.
+def ranked(among: Iterable[Schedule], problem: Problem, device: Device, with_bias: bool) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size, the one that is expected to be the fastest first.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias``
     that of the bias.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8
     bytes for each split, offset in a stride and output channel.
     """
-    if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
+    schedules, geometry = tuple(among), problem.geometry
+    if not schedules or not supports(problem, device):
         return []
+    if with_bias and not reads_all_of_grad_output(geometry):
+        return []
+    best = (one.best(geometry, device) for one in schedules)
     return [
-        Ranked(
-            expected_clocks(problem.geometry, tile, device),
-            partial(lower, problem, tile, device, with_bias),
-        )
-        for tile in choose(problem, device, count)
+        Ranked(clocks, partial(lower, problem, tile, device, with_bias))
+        for clocks, tile in sorted(filter(None, best), key=itemgetter(0))
     ]
-
-
-def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
-    """Returns all tiles that compute the problem."""
-    g = problem.geometry
-    if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
-        return []
-    return list(candidates(g, device))
 
 
 def supports(problem: Problem, device: Device) -> bool:

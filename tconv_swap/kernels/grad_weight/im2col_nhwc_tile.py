@@ -1,17 +1,16 @@
-"""What a block of csrc/kernels/grad_weight/im2col_nhwc.cu computes, and the expected time of a tile. The pixels of a
-tile's stages and its splits are given by a launch, everything else is compiled."""
+"""What a block of csrc/kernels/grad_weight/im2col_nhwc.cu computes. The pixels of a tile's stages and its splits are
+given by a launch, everything else is compiled."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.hardware import MAX_BOX, SHARED_BYTES_PER_CLOCK
-from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.kernels.common.hardware import MAX_BOX
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -25,12 +24,6 @@ MAX_STAGES_PER_SUM = 256
 FIXED_BYTES = 1024 + 1024
 #: Warpgroups that multiply, each 128 rows, and input channels, as registers allow.
 _SHAPES = ((2, 128), (2, 96), (2, 64), (3, 96), (3, 64))
-#: Clocks of a stage beside its multiplies, of a split beside its stages, of the exchange of sums between two
-#: blocks, and of the launch that reduces splits.
-_STAGE_CLOCKS, _SPLIT_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 60, 4000, 6000, 3000
-#: Bytes a clock: that a multiprocessor gets from the L2; of the whole GPU, of partial sums on their way to the L2 and
-#: back.
-_L2_RATE, _PARTIAL_RATE = 33, 2600
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +33,10 @@ class Pixels:
     images: int
     rows: int
     cols: int
+
+
+#: Stands for the pixels of a kernel, which has any.
+ANY = Pixels(1, 1, STAGE_PIXELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +130,20 @@ def rows_are_contiguous(geometry: Geometry) -> bool:
     return g.padding[0] == 0 and g.out_height == g.stride[0] * g.height and reach <= g.stride[0]
 
 
-def every_pixels() -> Iterator[Pixels]:
-    """Yields the pixels that a stage may have; of those that cover a map equally well the first are the best."""
+@lru_cache(maxsize=1)
+def every_pixels() -> tuple[Pixels, ...]:
+    """Returns the pixels that a stage may have; of those that cover a map equally well the first are the best."""
     sides = [1 << bits for bits in range(STAGE_PIXELS.bit_length())]
-    for cols, rows in itertools.product(reversed(sides), reversed(sides)):
-        if cols * rows <= STAGE_PIXELS:
-            yield Pixels(STAGE_PIXELS // (cols * rows), rows, cols)
+    return tuple(
+        Pixels(STAGE_PIXELS // (cols * rows), rows, cols)
+        for cols, rows in itertools.product(reversed(sides), reversed(sides))
+        if cols * rows <= STAGE_PIXELS
+    )
 
 
 def covers(geometry: Geometry, pixels: Pixels) -> bool:
     """Returns whether stages of these pixels may cover the images: rows that are contiguous are those of one image."""
     return pixels.images == 1 or not rows_are_contiguous(geometry)
-
-
-def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
-    """Yields, for each number of columns, the stages that cover the images with the fewest stages."""
-    for _, alike in itertools.groupby(every_pixels(), key=lambda one: one.cols):
-        stages = [one for one in alike if covers(geometry, one)]
-        if stages:
-            yield min(stages, key=lambda one: stages_of(geometry, one))
 
 
 def stages_of(geometry: Geometry, pixels: Pixels) -> int:
@@ -179,25 +171,19 @@ def tap_tiles(geometry: Geometry, tile: Tile) -> int:
     return prod(map(ceil_div, geometry.kernel, tile.taps))
 
 
-def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
-    """Yields the tiles that are compared."""
+def kernels(geometry: Geometry) -> Iterator[Tile]:
+    """Yields the kernels that a layer may have: tiles whose stages have ``ANY`` pixels, with one split."""
     g = geometry
     max_co_boxes = ceil_div(g.out_channels_per_group, BOX_CHANNELS)
-    pixels = list(pixels_of(g))
     for (warpgroups, cols), rows, columns in itertools.product(
         _SHAPES, range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)
     ):
         co_boxes = min(max_co_boxes, 4 * warpgroups // (rows * columns))
         if 2 * rows * columns * co_boxes <= 4 * warpgroups or cols >= 2 * max(32, g.in_channels_per_group):
             continue
-        stages_of_tile = [
-            Tile(one, (rows, columns), co_boxes, box_per_tap_col, warpgroups, cols, 1)
-            for one, box_per_tap_col in itertools.product(pixels, (False, True))
-        ]
-        possible = [tile for tile in stages_of_tile if fits(g, tile, device)]
-        if possible:
-            best = min(possible, key=lambda tile: stages_of(g, tile.pixels) * stage_clocks(g, tile))
-            yield from _with_split_choices(g, best, device)
+        for box_per_tap_col, cluster in itertools.product((False, True), (1, 2)):
+            if not box_per_tap_col or columns > 1:
+                yield Tile(ANY, (rows, columns), co_boxes, box_per_tap_col, warpgroups, cols, 1, cluster)
 
 
 def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
@@ -205,57 +191,3 @@ def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
     stride, pixels = geometry.stride, tile.pixels
     columns, rows = (tile.pitch(geometry) - 1) * stride[1], (pixels.rows - 1) * stride[0]
     return max(columns, rows) < MAX_BOX and tile.ring(geometry, device) >= MIN_STAGES
-
-
-def _with_split_choices(geometry: Geometry, tile: Tile, device: Device) -> Iterator[Tile]:
-    """Yields the tile with as many splits as fill all multiprocessors once, twice, three times."""
-    stages, blocks = stages_of(geometry, tile.pixels), tiles_of(geometry, tile)
-    for cluster in (1, 2):
-        for splits in split_choices(stages, blocks, weight_bytes(geometry), cluster, device):
-            yield replace(tile, splits=splits, cluster=cluster)
-
-
-def split_choices(stages: int, blocks: int, bytes_of_copy: int, cluster: int, device: Device) -> list[int]:
-    """Returns into how many splits ``stages`` stages may be cut. ``blocks``: of one split."""
-    max_splits, min_splits = max(1, stages // 4), ceil_div(stages, MAX_STAGES_PER_SUM)
-    found = []
-    for waves in (1, 2, 3):
-        splits = max(min_splits, min(max_splits, waves * device.multiprocessors // blocks))
-        copies = max(1, splits // cluster)
-        if splits >= cluster and (copies == 1 or copies * bytes_of_copy <= PARTIAL_LIMIT_BYTES):
-            found.append(copies * cluster)
-    return list(dict.fromkeys(found))
-
-
-def stage_clocks(geometry: Geometry, tile: Tile) -> float:
-    """Returns the expected clocks of a stage."""
-    rows = tile.warpgroups * 128
-    fragment_bytes = rows * STAGE_PIXELS * 4
-    if tile.pixels.cols % 8 and tile.pitch(geometry) != tile.pixels.cols:
-        fragment_bytes *= 2  # bank conflicts
-    steps = STAGE_PIXELS // 8 * (rows // 64)
-    copied = tile.copied_bytes(geometry)
-    shared = steps * tile.cols * 32 + fragment_bytes + 2 * tile.input_bytes + copied
-    return _STAGE_CLOCKS + max(
-        steps * tile.cols / 2 * 1.1, copied / _L2_RATE, shared / SHARED_BYTES_PER_CLOCK
-    )
-
-
-def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of the product and of the reduction of its splits."""
-    g = geometry
-    counts = stages_of(g, tile.pixels), tiles_of(g, tile), weight_bytes(g)
-    return clocks_of(stage_clocks(g, tile), *counts, tile.splits, tile.cluster, device)
-
-
-def clocks_of(
-    stage: float, stages: int, blocks: int, bytes_of_copy: int, splits: int, cluster: int, device: Device
-) -> float:
-    """Returns the same from the clocks of a stage, the stages of all pixels, and the blocks of one split."""
-    waves = ceil_div(blocks * splits, device.multiprocessors)
-    copies = splits // cluster
-    partial = bytes_of_copy * (2 * copies + 1) / _PARTIAL_RATE + _REDUCE_CLOCKS
-    if copies == 1:
-        partial = bytes_of_copy / _PARTIAL_RATE
-    per_split = ceil_div(stages, splits) * stage + _SPLIT_CLOCKS + (cluster - 1) * _EXCHANGE_CLOCKS
-    return waves * per_split + partial

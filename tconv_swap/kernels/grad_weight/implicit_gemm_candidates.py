@@ -1,5 +1,5 @@
-"""The tiles of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu: which fit, which few of them
-are a layer's kernels, and which of those computes one size."""
+"""The kernels of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu that a layer may have: which tiles fit, and
+which sizes each computes. The functions are pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
-    Size,
-    counts_in_32_bits,
-    of_any_size,
-    pixel_tiles,
-    select,
-    share_of,
-    sizes_of,
-    weight_of,
+from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import (
+    Work,
+    expected_clocks,
+    tensor_bytes,
+    work_of,
 )
-from tconv_swap.kernels.grad_weight.implicit_gemm_cost import Work, expected_clocks, work_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     COPY_BYTES,
     Operands,
@@ -31,9 +27,9 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     step_pixels,
     windows,
 )
+from tconv_swap.kernels.grad_weight.layer import counts_in_32_bits, pixel_tiles
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.disk_cache import disk_cache
-from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
 #: For how many shapes of each kind, the best at each size, all tiles of pixels are compared; the tiles of pixels
 #: with which shapes are compared.
@@ -81,58 +77,39 @@ class Schedule:
             return False
         return not tile.cols < min(8, geometry.width) and self.legal(geometry)
 
-    def clocks(self, geometry: Geometry | Size, device: Device) -> float:
-        """Returns the expected clocks of the launch at this size."""
-        return expected_clocks(self.work, self.tile, pixel_tiles(geometry, self.tile.shape), device)
+    def clocks(self, geometry: Geometry, device: Device) -> float:
+        """Returns the expected clocks at this size."""
+        tiles = pixel_tiles(geometry, self.tile.shape)
+        moved_bytes = tensor_bytes(geometry, item_bytes(self.problem))
+        return expected_clocks(self.work, self.tile, tiles, moved_bytes, device)
+
+    @property
+    def computes_any_size(self) -> bool:
+        """Returns whether the kernel computes every size, but those of more pixels than it counts."""
+        return self.problem.channels_last or all(operand.copy == 1 for operand in self.operands)
 
 
-def choose(problem: Problem, device: Device, count: int, limit: int) -> list[Schedule]:
-    """Returns at most ``count`` schedules for this size, the fastest expected first.
-    The first is one of the layer's kernels, of which there are at most ``limit`` over all sizes; the others
-    come from all candidates.
-    """
-    geometry = problem.geometry
-
-    def clocks(one: Schedule) -> float:
-        return one.clocks(geometry, device)
-
-    layer = of_any_size(problem, pixels_apart=limit > 1)
-    found = schedules(layer, device, limit)
-    suitable = [one for one in found if one.suits(geometry)] or [one for one in found if one.legal(geometry)]
-    if not suitable:
-        return []
-    best = min(suitable, key=clocks)
-    if count == 1:
-        return [best]
-    others = sorted(
-        (one for one in pool(layer, device) if one.suits(geometry) and one is not best), key=clocks
-    )
-    return [best, *others[: count - 1]]
-
-
-@disk_cache
-def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...]:
-    """Returns the kernels of a layer (``of_any_size``)."""
-    found = pool(layer, device)
-    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
-    clocks = [
-        [one.clocks(geometry, device) if one.suits(geometry) else math.inf for geometry in maps]
-        for one in found
-    ]
-    weights = [weight_of(layer, geometry) for geometry in maps]
-    return tuple(found[index] for index in select(clocks, weights, share_of(layer, limit)))
+def supports(problem: Problem, device: Device) -> bool:
+    """Returns whether the kernels compute the problem, provided that a tile fits."""
+    g = problem.geometry
+    if problem.dtype not in DTYPES or device.compute_capability < 80 or g.batch == 0:
+        return False
+    image = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
+    # Offsets within an image have 32 bits.
+    if image * item_bytes(problem) >= INT32_LIMIT:
+        return False
+    return min(g.in_channels_per_group, g.out_channels_per_group) >= 8
 
 
 @lru_cache(maxsize=256)
-def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
-    """Returns all candidate schedules: every tile of pixels of the shapes that do best at some size."""
-    sizes = sizes_of(layer)
+def pool(layer: Problem, device: Device, sizes: tuple[Geometry, ...]) -> tuple[Schedule, ...]:
+    """Returns all candidate schedules: every tile of pixels of the shapes that do best at some of these sizes."""
     multiples = _multiples(layer)
     firsts: dict[bool, list[tuple[Shape, Schedule]]] = {False: [], True: []}
     for shape in _shapes(layer, device):
         # All maps of one pixel are equal.
         one_size = len(sizes) == 1
-        usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if one_size else USUAL_PIXELS
+        usual = _choices_of(sizes[0], step_pixels(layer) * shape.warps[3]) if one_size else USUAL_PIXELS
         one = next(_schedules_of(layer, shape, usual, multiples[0], device), None)
         if one is not None:
             firsts[shape.wgmma].append((shape, one))
@@ -144,13 +121,13 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
 
             def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
                 tile = one[1].tile
-                return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
+                return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), 0, device)
 
             shapes.update((shape, None) for shape, _ in sorted(kind, key=clocks)[:SHAPES_TRIED])
     found: list[Schedule] = []
     for shape in shapes:
         choices = dict.fromkeys(
-            one for size in sizes for one in _pixel_choices(size, step_pixels(layer) * shape.warps[3])
+            one for size in sizes for one in _choices_of(size, step_pixels(layer) * shape.warps[3])
         )
         for divided in multiples:
             found += _schedules_of(layer, shape, list(choices), divided, device)
@@ -295,14 +272,16 @@ def _tap_choices(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
                 yield (rows, cols), (row_step, col_step)
 
 
+def _choices_of(geometry: Geometry, step: int) -> list[tuple[int, int, int]]:
+    return _pixel_choices((geometry.batch, geometry.height, geometry.width), step)
+
+
 @lru_cache(maxsize=256)
-def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
+def _pixel_choices(size: tuple[int, int, int], step: int) -> list[tuple[int, int, int]]:
     """Returns images, rows and columns of tiles of a multiple of ``step`` pixels, powers of two, those nearest
     to 128 pixels and to a square first."""
     found = []
-    widest, tallest, deepest = (
-        1 << max(0, count - 1).bit_length() for count in (size.width, size.height, size.batch)
-    )
+    widest, tallest, deepest = (1 << max(0, count - 1).bit_length() for count in reversed(size))
     for cols, rows in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)):
         if cols > widest or rows > tallest or (cols < 8 and cols != widest):
             continue

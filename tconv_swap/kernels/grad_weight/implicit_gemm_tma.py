@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import torch
 
 from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, HALF_DTYPES
 from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
-from tconv_swap.kernels.common.ranked import Ranked, made
-from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, pixel_tiles
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, tile_constants
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import Schedule, choose
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import ranked as ranked_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     BIAS_THREADS,
     BOX_CHANNELS,
@@ -24,9 +24,9 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     box_shape,
     has_gaps,
     last_reached,
-    leaves_sizes,
     shared_bytes,
 )
+from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.kernels.grad_weight.split_k import Sums, flush_of, reduction, reduction_kernel
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -52,42 +52,16 @@ _MIN_IN, _MIN_OUT = 33, 17
 _MIN_IN_WITH_GAPS = 32
 
 
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Returns the parts of ``ranked``."""
-    return made(ranked(problem, device, with_bias, count))
-
-
-def ranked(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Ranked]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; inputs and outputs
-    are those of ``implicit_gemm.plan_grad_weight``."""
-    if not supports(problem, device):
+def ranked(among: Iterable[Schedule], problem: Problem, device: Device, with_bias: bool) -> list[Ranked]:
+    """Returns the parts of the schedules that compute this size, the one that is expected to be the fastest first;
+    inputs and outputs are those of ``implicit_gemm.plan_grad_weight``."""
+    geometry = problem.geometry
+    if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(geometry)):
         return []
     return [
         Ranked(clocks, partial(lower, problem, schedule, splits, with_bias))
-        for schedule, splits, clocks in choose(problem, device, count, max_schedules(problem, by_itself=True))
+        for clocks, splits, schedule in ranked_schedules(among, geometry, device)
     ]
-
-
-def plan_from_nhwc_copies(problem: Problem, device: Device, reduced_channels_last: bool) -> Part | None:
-    """Returns the part for tensors that were converted to channels_last first.
-    Args:
-        reduced_channels_last: the layout of the gradient where a second launch adds up splits; else it is
-            channels_last.
-    """
-    if not supports(problem, device):
-        return None
-    found = choose(problem, device, 1, max_schedules(problem, by_itself=False))
-    for schedule, splits, _ in found:
-        return lower(problem, schedule, splits, False, reduced_channels_last)
-    return None
-
-
-def max_schedules(problem: Problem, by_itself: bool) -> int:
-    """Returns how many kernels of this file a layer may have over all sizes.
-    One of the stage's is left for the sizes that other kernels compute, if there are such. ``by_itself``: the
-    tensors are in channels_last already.
-    """
-    return MAX_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -180,7 +154,8 @@ def lower(
 ) -> Part:
     """Returns the part that computes the problem with this schedule of its layer.
     Args:
-        reduced_channels_last: as in ``plan_from_nhwc_copies``; None for the layout of the problem.
+        reduced_channels_last: the layout of the gradient where a second launch adds up splits; None for that of the
+            problem.
     """
     g, tma_tile, work = problem.geometry, schedule.tma_tile, schedule.work
     tile = tma_tile.tile

@@ -16,7 +16,7 @@ from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
+from tconv_swap.kernels.grad_weight.layer import of_any_size
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
     chunks,

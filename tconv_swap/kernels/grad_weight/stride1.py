@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 
 import torch
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS, TF32_PRECISIONS
-from tconv_swap.kernels.common.ranked import Ranked, made
-from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, stride1_may_win
 from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
+from tconv_swap.kernels.grad_weight.stride1_clocks import best_tile
 from tconv_swap.kernels.grad_weight.stride1_tile import (
     BOX_BYTES,
     BOX_CHANNELS,
     Stride1Tile,
     alignment,
-    candidates,
-    expected_clocks,
     linear_output,
     output_channels,
     output_pixels,
@@ -31,10 +28,8 @@ from tconv_swap.kernels.grad_weight.stride1_tile import (
     raw_stages,
     shared_bytes,
     tiles_of,
-    with_splits,
 )
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
@@ -50,94 +45,22 @@ from tconv_swap.runtime.program import (
 )
 
 _FAMILY = "stride1"
-#: Kernels of a layer over all its sizes.
-MAX_SCHEDULES = 1
-#: Channels on either side of a group from which the family was measured to be faster (1.4 to 2.7 times on nine layers,
-#: of 17 to 128 output channels and 2 to 309 billion multiply-accumulates), and the least work of the sizes for which
-#: a layer's kernel is chosen.
-MIN_CHANNELS, MIN_MACS = 16, 1 << 30
-#: Images, rows and columns of the large problems that were measured.
-LARGE = (8, 512, 512)
-#: Its measured over its expected time is 1.43, that of the families beside which it is ranked 1.05 to 1.17 (geometric
-#: means, docs/choice-by-cost.md).
-MEASURED_OVER_EXPECTED = 1.43 / 1.1
 #: Threads of the warpgroup that loads.
 _PRODUCER_THREADS = 128
 
 
-def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
-    """Returns the parts of ``ranked``."""
-    return made(ranked(problem, device, count))
-
-
-def ranked(problem: Problem, device: Device, count: int) -> list[Ranked]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first.
+def ranked(among: Iterable[Stride1Tile], problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts of the tiles that compute this size, the one that is expected to be the fastest first.
     Inputs: grad_output, input (16-byte aligned). Output: the gradient of the weight.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
-    if not supports(problem, device):
+    tiles = tuple(among)
+    if not tiles or not supports(problem, device):
         return []
-    return [
-        Ranked(
-            MEASURED_OVER_EXPECTED * expected_clocks(problem, tile, device),
-            partial(lower, problem, tile),
-        )
-        for tile in choose(problem, device)[:count]
-    ]
-
-
-def choose(problem: Problem, device: Device) -> list[Stride1Tile]:
-    """Returns the tiles of the layer's kernels that compute the size, the fastest expected first."""
     rows = output_rows(problem)
-    found = [
-        with_splits(problem, tile, device)
-        for tile in schedules(of_any_size(problem, False), device)
-        if tile.rows.serve(rows)
-    ]
-    return sorted(found, key=lambda tile: expected_clocks(problem, tile, device))
-
-
-@disk_cache
-def schedules(layer: Problem, device: Device) -> tuple[Stride1Tile, ...]:
-    """Returns the tiles that a layer has over all its sizes."""
-    return select_schedules(
-        layer,
-        MAX_SCHEDULES,
-        lambda problem: candidates(problem, device) if supports(problem, device) else (),
-        lambda problem, tile: (
-            problem.geometry.macs >= MIN_MACS
-            and supports(problem, device)
-            and tile.rows.serve(output_rows(problem))
-        ),
-        lambda problem, tile: expected_clocks(problem, with_splits(problem, tile, device), device),
-        # In 16 bits only these may be preferred.
-        lambda tile: tile.channels >= layer.geometry.in_channels_per_group,
-        every=1,
-    )
-
-
-def supports_some_size(problem: Problem, device: Device) -> bool:
-    """Returns whether the kernel computes some sizes of a layer."""
-    return bool(schedules(of_any_size(problem, False), device))
-
-
-def preferred(problem: Problem, device: Device) -> bool:
-    """Returns whether large problems that are supported were measured to be faster with this family.
-    In 16 bits only layers whose best tile for a large image holds all input channels, so that grad_output is
-    loaded once.
-    """
-    return problem.dtype == torch.float32 or _holds_all_channels(of_any_size(problem, False), device)
-
-
-@disk_cache
-def _holds_all_channels(layer: Problem, device: Device) -> bool:
-    """Returns whether the best tile for a large image holds all input channels of a group."""
-    batch, height, width = LARGE
-    large = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
-    tiles = [with_splits(large, tile, device) for tile in candidates(large, device)]
-    best = min(tiles, key=lambda tile: expected_clocks(large, tile, device))
-    return best.channels >= layer.geometry.in_channels_per_group
+    best = [best_tile(problem, tile, device) for tile in tiles if tile.rows.serve(rows)]
+    return [Ranked(clocks, partial(lower, problem, tile)) for clocks, tile in sorted(best, key=itemgetter(0))]
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -147,7 +70,7 @@ def supports(problem: Problem, device: Device) -> bool:
         return False
     if problem.is_ieee:
         return False
-    if g.batch == 0 or not stride1_may_win(g):
+    if g.batch == 0 or g.taps == 1 or not g.stride == g.dilation == (1, 1):
         return False
     unit, planes = alignment(problem), planes_of(problem)
     if problem.channels_last:

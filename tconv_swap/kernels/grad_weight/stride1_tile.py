@@ -1,14 +1,13 @@
-"""What a block of csrc/kernels/grad_weight/stride1.cu computes, and the expected time of a tile."""
+"""What a block of csrc/kernels/grad_weight/stride1.cu computes."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -28,10 +27,6 @@ RAW_STAGES, BOX_CHANNELS = 3, 32
 WIDTHS = (64, 96, 128, 192, 256)
 #: Sums of a thread, by the number of warpgroups that multiply.
 MAX_SUMS = {2: 128, 3: 96}
-
-#: Bytes a clock that a multiprocessor gets from the L2; clocks of a row beside its multiplies, and of storing the
-#: sums.
-L2_RATE, ROW_CLOCKS, FLUSH_CLOCKS = 30, 100, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +156,7 @@ def raw_stages(problem: Problem) -> int:
     return RAW_STAGES if problem.channels_last else 0
 
 
-def _row_bytes(problem: Problem, tile: Stride1Tile) -> tuple[int, int]:
+def row_bytes(problem: Problem, tile: Stride1Tile) -> tuple[int, int]:
     """Returns the bytes of a stage: of the input and of grad_output."""
     channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
     item = problem.dtype.itemsize
@@ -180,7 +175,7 @@ def shared_bytes(problem: Problem, tile: Stride1Tile) -> int:
 
 def _fixed_and_stage_bytes(problem: Problem, tile: Stride1Tile) -> tuple[int, int]:
     """Returns the bytes of shared memory beside the stages, and of a stage."""
-    into, out = _row_bytes(problem, tile)
+    into, out = row_bytes(problem, tile)
     raw = raw_stages(problem) * (into + 16)
     return (tile.tap_rows - 1) * into + raw + EXTRA_BYTES, into + out + 16
 
@@ -223,45 +218,3 @@ def _with_stages(problem: Problem, tile: Stride1Tile, device: Device) -> Stride1
     fixed, one_stage = _fixed_and_stage_bytes(problem, tile)
     stages = min(most, (device.shared_memory_per_block - fixed) // one_stage)
     return replace(tile, stages=stages if stages >= fewest else 0)
-
-
-def with_splits(problem: Problem, tile: Stride1Tile, device: Device) -> Stride1Tile:
-    """Returns the tile with the segments and splits that are expected to be the fastest."""
-    g = problem.geometry
-    col_tiles = g.batch * ceil_div(g.width, tile.cols)
-    max_splits = max(1, device.multiprocessors // tiles_of(g, tile))
-    max_splits = max(1, min(max_splits, PARTIAL_LIMIT_BYTES // weight_bytes(g)))
-    max_rows = MAX_BYTES_PER_SUM // problem.dtype.itemsize // tile.cols
-    made = []
-    counts = range(ceil_div(g.out_height, max_rows), ceil_div(g.out_height, 8) + 1)
-    for segment in dict.fromkeys(ceil_div(g.out_height, count) for count in counts):
-        segments = col_tiles * ceil_div(g.out_height, segment)
-        made.append((segment, max(1, max_rows // segment), min(max_splits, segments)))
-    clocks = _clocks(problem, tile, device)
-    segment, flush, splits = min(made, key=lambda one: clocks(*one))
-    return replace(tile, segment=segment, flush=flush, splits=splits)
-
-
-def expected_clocks(problem: Problem, tile: Stride1Tile, device: Device) -> float:
-    """Returns the expected clocks of the product; the reduction of its splits costs the same for all tiles."""
-    return _clocks(problem, tile, device)(tile.segment, tile.flush, tile.splits)
-
-
-def _clocks(problem: Problem, tile: Stride1Tile, device: Device) -> Callable[[int, int, int], float]:
-    """Returns the expected clocks of the product as a function of segment, flush and splits."""
-    g = problem.geometry
-    into, out = _row_bytes(problem, tile)
-    if not problem.channels_last:
-        into = into * (tile.stages + tile.tap_rows - 1) // tile.stages
-    steps = tile.cols * problem.dtype.itemsize // STEP_BYTES
-    multiplies = tile.warpgroups * tile.m_tiles * tile.columns // 2 * steps * 1.1
-    row = max(multiplies + ROW_CLOCKS, (into + out) / L2_RATE)
-    col_tiles, blocks, out_height = g.batch * ceil_div(g.width, tile.cols), tiles_of(g, tile), g.out_height
-    first_rows = (tile.tap_rows - 1) * into / L2_RATE
-
-    def clocks(segment: int, flush: int, splits: int) -> float:
-        per_split = ceil_div(col_tiles * ceil_div(out_height, segment), splits)
-        waves = ceil_div(blocks * splits, device.multiprocessors)
-        return waves * (per_split * (segment * row + first_rows) + ceil_div(per_split, flush) * FLUSH_CLOCKS)
-
-    return clocks

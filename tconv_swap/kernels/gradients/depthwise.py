@@ -15,7 +15,7 @@ from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
+from tconv_swap.kernels.grad_weight.layer import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up

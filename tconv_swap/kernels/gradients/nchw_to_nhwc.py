@@ -5,10 +5,11 @@ the input alone.) The functions are pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
+from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.nchw_to_nhwc import (
     Matrices,
     activation,
@@ -16,10 +17,12 @@ from tconv_swap.kernels.common.nchw_to_nhwc import (
     row_sums_bytes,
     transpose,
 )
+from tconv_swap.kernels.common.padded_channels import padded_channels
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
-from tconv_swap.kernels.gradients import nchw_to_nhwc_pays as gradients_nchw_to_nhwc_pays
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import (
     Argument,
@@ -50,69 +53,95 @@ class GradientPart:
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
-    """Returns the plan of the gradients of the mask from copies in channels_last, or None where this was not measured
-    to be faster.
+    """Returns the plan of the gradients of the mask from copies in channels_last, or None where kernels that read the
+    tensors as they lie are expected to be as fast.
 
     Inputs: grad_output, input, weight (16-byte aligned). Workspace: the copies, at most ``MAX_COPY_BYTES``, and the
     workspace of the parts.
     """
-    if not pays(problem, output_mask, device):
+    wants_input, wants_weight, wants_bias = output_mask
+    if not wants_weight or grad_weight_narrow_mma.plan_grad_weight(problem, device) is not None:
         return None
-    gradients = []
-    if output_mask[0]:
-        gradients.append(_faster_grad_input(problem, device))
-    gradients.append(nhwc_grad_weight(problem, device))
-    made = [gradient for gradient in gradients if gradient is not None]
-    if len(made) < len(gradients) or not any(gradient.copied for gradient in made):
+    copies = grad_weight_implicit_gemm.ranked_from_copies(problem, device)
+    if not copies:
         return None
-    return assembled(problem, made, output_mask[2], device)
+    from_copies, apart = copies[0].clocks, _as_they_lie(problem, device, wants_bias)
+    if wants_input:
+        # Both read the same copy of grad_output.
+        from_copies += _grad_input_clocks(problem, device, of_copies=True)
+        apart += _grad_input_clocks(problem, device, of_copies=False)
+    if apart <= from_copies:
+        return None
+    return plan_candidates(problem, output_mask, device)[0]
 
 
-def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
-    """Returns whether copies in channels_last were measured to be faster (docs/kernels/gradients/nchw_to_nhwc.md)."""
-    if not output_mask[1] or not gradients_nchw_to_nhwc_pays.enough_work(problem, device):
-        return False
-    tensors = tensors_of(problem)
+def plan_candidates(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> list[Plan]:
+    """Returns the plans of the layer's kernels that read copies of grad_output and the input in channels_last, the one
+    that is expected to be the fastest first, whether or not others are faster."""
+    copies = grad_weight_implicit_gemm.ranked_from_copies(problem, device) if output_mask[1] else []
+    before = []
+    if copies and output_mask[0]:
+        grad_input = _grad_input(problem, device)
+        if grad_input is None:
+            return []
+        before.append(grad_input)
+    return [
+        assembled(problem, [*before, _grad_weight(problem, one.make())], output_mask[2], device)
+        for one in copies
+    ]
+
+
+def _as_they_lie(problem: Problem, device: Device, with_bias: bool) -> float:
+    """Returns the expected clocks of the gradient of the weight, and of the bias, without copies."""
+    alone = grad_weight_implicit_gemm.ranked(problem, device, False)
+    clocks = alone[0].clocks if alone else math.inf
+    if not with_bias:
+        return clocks
+    together = grad_weight_implicit_gemm.ranked(problem, device, True)
+    apart = clocks + grad_weight_implicit_gemm.bias_clocks(problem)
+    return min(apart, together[0].clocks if together else math.inf)
+
+
+def _grad_input_clocks(problem: Problem, device: Device, of_copies: bool) -> float:
+    """Returns the expected clocks of the gradient of the input, which may read the copy of grad_output that exists
+    already if ``of_copies``; 0 for kernels that read the tensors as they lie in any case."""
+    if _reads_as_it_lies(problem, device):
+        return 0.0
+    direct = grad_input_implicit_gemm.ranked(problem, device)
+    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device) if of_copies else []
+    return min((one.clocks for one in (*direct[:1], *copies[:1])), default=math.inf)
+
+
+def _reads_as_it_lies(problem: Problem, device: Device) -> bool:
+    """Returns whether kernels of other families, or those of the forward pass at stride 1, compute the gradient of the
+    input."""
     return (
-        all(tensor.rows % tensor.piece == 0 for tensor in tensors)
-        and sum(tensor.bytes for tensor in tensors) <= MAX_COPY_BYTES
+        max(problem.geometry.stride) == 1
+        or grad_input_narrow_mma.plan_grad_input(problem, device) is not None
+        or padded_channels(problem, problem.geometry.out_channels) is not None
     )
 
 
-def _faster_grad_input(problem: Problem, device: Device) -> GradientPart | None:
+def _grad_input(problem: Problem, device: Device) -> GradientPart | None:
     """Returns grad_input, from the copies where that is expected to be faster than every part that reads the tensors as
     they lie. grad_output is copied for grad_weight in any case."""
-    direct = grad_input_implicit_gemm.ranked(problem, device)
-    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
-    if copies and (not direct or copies[0].clocks <= direct[0].clocks):
-        return nhwc_grad_input(problem, device)
-    return direct_grad_input(problem, device)
+    made = Output(problem.geometry.input_shape)
+    if not _reads_as_it_lies(problem, device):
+        direct = grad_input_implicit_gemm.ranked(problem, device)
+        copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
+        if copies and (not direct or copies[0].clocks <= direct[0].clocks):
+            return GradientPart(copies[0].make(), made, (GRAD_OUTPUT, WEIGHT))
+    part = grad_input_narrow_mma.plan_grad_input(problem, device) or grad_input_implicit_gemm.plan_grad_input(
+        problem, device
+    )
+    return GradientPart(part, made, ()) if part is not None else None
 
 
-def nhwc_grad_input(problem: Problem, device: Device) -> GradientPart | None:
-    """Returns grad_input in NCHW, computed from copies of grad_output and the weight in channels_last."""
-    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
-    if not copies:
-        return None
-    return GradientPart(copies[0].make(), Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT))
-
-
-def direct_grad_input(problem: Problem, device: Device) -> GradientPart | None:
-    """Returns grad_input, computed without copies."""
-    part = grad_input_implicit_gemm.plan_grad_input(problem, device)
-    return GradientPart(part, Output(problem.geometry.input_shape), ()) if part is not None else None
-
-
-def nhwc_grad_weight(problem: Problem, device: Device) -> GradientPart | None:
-    """Returns grad_weight, computed from copies of grad_output and the input in channels_last. A launch that adds up
-    partial sums can store any layout; if there is none, the part stores channels_last, whose lines are whole, and
-    another launch transposes it."""
+def _grad_weight(problem: Problem, part: Part) -> GradientPart:
+    """Returns grad_weight. A launch that adds up partial sums can store any layout; if there is none, the part stores
+    channels_last, whose lines are whole, and another launch transposes it."""
     copied = (GRAD_OUTPUT, INPUT)
     made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
-    nhwc = replace(problem, channels_last=True, weight_channels_last=True)
-    part = grad_weight_tma.plan_from_nhwc_copies(nhwc, device, problem.weight_channels_last)
-    if part is None:
-        return None
     if len(part.launches) == 1 and not problem.weight_channels_last:
         return GradientPart(part, made, copied, tensors_of(problem)[WEIGHT].transposed)
     return GradientPart(part, made, copied)

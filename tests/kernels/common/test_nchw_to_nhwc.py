@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_cases import conv_transpose2d
+from harness import assert_kernel_matches
 
-from tconv_swap.checks import check_forward
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
@@ -35,19 +35,20 @@ from tconv_swap.runtime.program import (
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 WIDE = Geometry(8, 512, 32, 32, 256, (4, 4), (2, 2), (1, 1))
-OPTIONS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-#: Odd widths, batch tails, groups, dilation, maps of one row; the plans of all convert to channels_last.
-CASES = [
-    dict(x=(3, 256, 9, 13), w=(256, 136, 3, 3), stride=2, padding=1, output_padding=1),
-    dict(x=(5, 512, 7, 7), w=(512, 256, 2, 2), stride=2),
-    dict(x=(2, 512, 5, 21), w=(512, 256, 4, 4), stride=2, padding=1, groups=2),
-    dict(x=(3, 256, 6, 10), w=(256, 512, 3, 2), stride=(3, 2)),
-    dict(x=(9, 264, 4, 4), w=(264, 128, 4, 4), stride=2, padding=1),
-    dict(x=(2, 256, 1, 70), w=(256, 128, 1, 16), stride=(1, 8), padding=(0, 4)),
-    dict(x=(2, 256, 11, 37), w=(256, 136, 4, 4), stride=4),
-    dict(x=(1, 384, 3, 5), w=(384, 128, 5, 5), stride=2, padding=2, dilation=(1, 2), output_padding=(1, 0)),
-    dict(x=(3, 96, 9, 14), w=(96, 48, 3, 3), stride=2, padding=1, output_padding=1),
-]
+#: Rows whose gradient of the input boxes load from a copy, too.
+ODD = replace(WIDE, height=31, width=31)
+#: Odd widths, batch tails, groups, dilation, maps of one row, few channels.
+CASES = (
+    Geometry(3, 256, 9, 13, 136, (3, 3), (2, 2), (1, 1), (1, 1)),
+    Geometry(5, 512, 7, 7, 256, (2, 2), (2, 2)),
+    Geometry(2, 512, 5, 21, 512, (4, 4), (2, 2), (1, 1), groups=2),
+    Geometry(3, 256, 6, 10, 512, (3, 2), (3, 2)),
+    Geometry(9, 264, 4, 4, 128, (4, 4), (2, 2), (1, 1)),
+    Geometry(2, 256, 1, 70, 128, (1, 16), (1, 8), (0, 4)),
+    Geometry(2, 256, 11, 37, 136, (4, 4), (4, 4)),
+    Geometry(1, 384, 3, 5, 128, (5, 5), (2, 2), (2, 2), (1, 0), (1, 2)),
+    Geometry(3, 96, 9, 14, 48, (3, 3), (2, 2), (1, 1), (1, 1)),
+)
 
 
 def problem(geometry: Geometry = WIDE, dtype: torch.dtype = torch.float16) -> plan.Problem:
@@ -58,21 +59,13 @@ def test_a_gradient_of_the_input_that_boxes_cannot_load_is_planned_without_copie
     """Strides of 10 are too long for the boxes of grad_output if its columns are not whole strides, and no other
     kernel needs a copy."""
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5), (0, 1)))
-    assert gradients_nchw_to_nhwc.nhwc_grad_input(posed, H200) is None
+    assert not gradients_nchw_to_nhwc.plan_candidates(posed, (True, True, True), H200)
     assert plan.plan_backward(posed, (True, False, False), H200).family == "implicit_gemm"
 
 
-def by_way_of_channels_last(mask: tuple[bool, ...], copies_for_grad_input: bool = True) -> Plan:
-    pieces = []
-    if mask[0] and copies_for_grad_input:
-        pieces.append(gradients_nchw_to_nhwc.nhwc_grad_input(problem(), H200))
-    elif mask[0]:
-        pieces.append(gradients_nchw_to_nhwc.direct_grad_input(problem(), H200))
-    if mask[1]:
-        pieces.append(gradients_nchw_to_nhwc.nhwc_grad_weight(problem(), H200))
-    made = [piece for piece in pieces if piece is not None]
-    assert len(made) == len(pieces)
-    return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
+def by_way_of_channels_last(geometry: Geometry, mask: tuple[bool, ...]) -> Plan:
+    """Returns the first plan that reads copies, whether or not others are faster."""
+    return gradients_nchw_to_nhwc.plan_candidates(problem(geometry), mask, H200)[0]
 
 
 def conversions(made: Plan, source: ArgumentKind) -> list[Launch]:
@@ -85,21 +78,21 @@ def workspace_places(made: Plan) -> list[int]:
     return [a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.WORKSPACE]
 
 
-@pytest.mark.parametrize("copies_for_grad_input", [False, True])
+@pytest.mark.parametrize("geometry", [WIDE, ODD], ids=["grad_input as it lies", "grad_input from copies"])
 @pytest.mark.parametrize(
     "mask", [(True, True, True), (True, True, False), (False, True, True), (False, True, False)]
 )
 def test_each_tensor_is_copied_once_and_each_gradient_written(
-    mask: tuple[bool, ...], copies_for_grad_input: bool
+    mask: tuple[bool, ...], geometry: Geometry
 ) -> None:
-    made = by_way_of_channels_last(mask, copies_for_grad_input)
-    shapes = (WIDE.input_shape, WIDE.weight_shape, (WIDE.out_channels,))
+    made = by_way_of_channels_last(geometry, mask)
+    shapes = (geometry.input_shape, geometry.weight_shape, (geometry.out_channels,))
     assert [o.shape for o in made.outputs] == [s for s, wanted in zip(shapes, mask, strict=True) if wanted]
     assert not any(o.channels_last for o in made.outputs)
     written = {a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.OUTPUT}
     assert written == set(range(len(made.outputs)))
     brought = [one.arguments[0].value for one in conversions(made, ArgumentKind.INPUT)]
-    assert brought == ([0, 1, 2] if mask[0] and copies_for_grad_input else [0, 1])
+    assert brought == ([0, 1, 2] if mask[0] and geometry == ODD else [0, 1])
     assert not made.launches[0].overlaps_previous
     # The kernel that multiplies reads what several launches wrote, so it waits for all of them. So does the launch that
     # converts a gradient back.
@@ -108,10 +101,10 @@ def test_each_tensor_is_copied_once_and_each_gradient_written(
 
 
 def test_copies_and_the_workspace_of_parts_do_not_overlap() -> None:
-    made = by_way_of_channels_last((True, True, True))
+    made = by_way_of_channels_last(ODD, (True, True, True))
     places = workspace_places(made)
     assert all(place % 256 == 0 for place in places)
-    sizes = [2 * math.prod(shape) for shape in (WIDE.output_shape, WIDE.input_shape, WIDE.weight_shape)]
+    sizes = [2 * math.prod(shape) for shape in (ODD.output_shape, ODD.input_shape, ODD.weight_shape)]
     converted = conversions(made, ArgumentKind.INPUT)
     for one, size in zip(converted, sizes, strict=True):
         begin = one.arguments[1].value
@@ -124,25 +117,33 @@ def test_copies_and_the_workspace_of_parts_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    "geometry", [WIDE.with_batch(0), WIDE.with_batch(2048), replace(WIDE, stride=(1, 1))]
+    "posed",
+    [
+        problem(WIDE.with_batch(0)),
+        problem(WIDE.with_batch(2048)),
+        problem(dtype=torch.float32),
+        problem(replace(WIDE, out_channels=252)),
+        replace(problem(), channels_last=True),
+    ],
+    ids=["empty batch", "more than 1 GiB", "32 bits", "pixels of no whole 16 bytes", "channels_last"],
 )
-def test_not_every_problem_pays(geometry: Geometry) -> None:
-    """An empty batch, tensors of more than 1 GiB, no stride."""
-    assert not gradients_nchw_to_nhwc.pays(problem(geometry), (True, True, True), H200)
-    assert not gradients_nchw_to_nhwc.pays(replace(problem(), channels_last=True), (True, True, True), H200)
+def test_not_every_problem_can_go_that_way(posed: plan.Problem) -> None:
+    mask = (True, True, True)
+    assert gradients_nchw_to_nhwc.plan_candidates(problem(), mask, H200)
+    assert not gradients_nchw_to_nhwc.plan_candidates(posed, mask, H200)
+    assert "nchw_to_nhwc" not in plan.plan_backward(posed, mask, H200).family
 
 
 @pytest.mark.parametrize(
     ("geometry", "families"),
     [
         (WIDE, "nchw_to_nhwc, im2col, implicit_gemm_tma"),
-        (replace(WIDE, height=31, width=31), "nchw_to_nhwc, implicit_gemm_tma"),
-        (replace(WIDE, kernel=(2, 2), padding=(0, 0)), "nchw_to_nhwc, im2col, implicit_gemm_tma"),
+        (ODD, "nchw_to_nhwc, implicit_gemm_tma"),
+        # The few products of a copied element are expected to take as long as the copies.
         (
             replace(WIDE, in_channels=128, out_channels=128, kernel=(2, 2), padding=(0, 0)),
             "im2col, implicit_gemm",
         ),
-        (replace(WIDE, out_channels=40), "im2col, implicit_gemm"),
     ],
     ids=str,
 )
@@ -155,26 +156,23 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
 @pytest.mark.parametrize(
     ("geometry", "converted"),
     [
-        (Geometry(6, 96, 99, 192, 48, (3, 3), (2, 2), (1, 1), (1, 1)), True),
-        (Geometry(8, 96, 64, 64, 40, (4, 4), (2, 2), (1, 1)), False),  # too few channels
+        (WIDE, True),
+        (replace(WIDE, stride=(1, 1)), True),
         (Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2)), False),  # too few products for each converted element
         (Geometry(2, 64, 32, 32, 64, (16, 16), (8, 8), (4, 4)), False),  # kernels of many taps
     ],
     ids=str,
 )
 def test_which_gradients_of_the_weight_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
-    made = plan.plan_backward(problem(geometry), (False, True, False), H200)
-    assert ("nchw_to_nhwc" in made.family) == converted
+    for with_bias in (False, True):
+        made = plan.plan_backward(problem(geometry), (False, True, with_bias), H200)
+        assert ("nchw_to_nhwc" in made.family) == converted
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_cases_below_go_by_way_of_channels_last(case: dict) -> None:
-    x, w = (torch.empty(case[k], device="meta") for k in "xw")
-    pairs = [case.get(k, default) for k, default in OPTIONS.items() if k != "groups"]
-    stride, padding, output_padding, dilation = (v if isinstance(v, tuple) else (v, v) for v in pairs)
-    arguments = (stride, padding, output_padding, case.get("groups", 1), dilation)
-    geometry = check_forward(x, w, None, arguments)
-    assert "nchw_to_nhwc" in plan.plan_backward(problem(geometry), (True, True, True), H200).family
+@pytest.mark.parametrize("geometry", CASES, ids=str)
+def test_the_cases_below_can_go_by_way_of_channels_last(geometry: Geometry) -> None:
+    for mask in ((True, True, True), (False, True, False)):
+        assert by_way_of_channels_last(geometry, mask).family.startswith("nchw_to_nhwc, ")
 
 
 def test_a_block_has_few_columns_where_blocks_are_few() -> None:
@@ -225,7 +223,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     )
     torch.manual_seed(0)
     x = torch.randn(batch, rows, columns, device="cuda").to(dtype)
-    handle = launch.add_plan(made, dtype, x.device, plan_architecture())
+    handle = launch.add_plan(made, dtype, x.device, call.device_facts(0).architecture)
     for _ in range(2):
         torch.full((4 * x.numel() + 1000,), float("nan"), device="cuda")  # freed: where the results will lie
         transposed, sums = torch.ops.tconv_swap.launch.default(handle, [x, x, None])
@@ -238,36 +236,18 @@ def test_matrices_are_transposed_and_their_rows_added_up(
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    CASES,
-    ids=str,
-)
-def test_gradients_by_way_of_channels_last(case: dict, dtype: torch.dtype, bias: bool) -> None:
-    """Compares with float64, with memory that held NaN, and checks that the same bits come twice."""
+@pytest.mark.parametrize("geometry", CASES, ids=str)
+def test_gradients_by_way_of_channels_last(geometry: Geometry, dtype: torch.dtype, bias: bool) -> None:
+    """By two kernels of the layer that read copies: poisoned memory, the same bits twice, against float64."""
     torch.manual_seed(0)
-    options = {k: v for k, v in case.items() if k not in "xw"}
-    x = torch.randn(case["x"], device="cuda", dtype=dtype, requires_grad=True)
-    w = torch.randn(case["w"], device="cuda", dtype=dtype, requires_grad=True)
-    b = torch.randn(case["w"][1] * case.get("groups", 1), device="cuda", dtype=dtype, requires_grad=True)
-    leaves = (x, w, b) if bias else (x, w)
-    y = conv_transpose2d(x, w, b if bias else None, **options)
-    grad = torch.randn_like(y)
-    results = []
-    for _ in range(2):
-        torch.full((1 << 24,), float("nan"), device="cuda")  # freed: where the workspace will lie
-        results.append(torch.autograd.grad(y, leaves, grad, retain_graph=True))
-    truths = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    with torch.backends.cudnn.flags(enabled=False):
-        expected = torch.nn.functional.conv_transpose2d(*truths, **options)
-        wanted = torch.autograd.grad(expected, truths, grad.double())
-    for first, second, truth in zip(*results, wanted, strict=True):
-        assert torch.equal(first, second)
-        assert first.is_contiguous()
-        assert (first.double() - truth).norm() <= torch.finfo(dtype).eps * truth.norm()
-
-
-def plan_architecture() -> str:
-    from tconv_swap.cuda import call
-
-    return call.device_facts(torch.cuda.current_device()).architecture
+    device = call.device_facts(0)
+    if device.architecture != "sm_90a":
+        pytest.skip("needs sm_90a (TMA)")
+    for mask in ((True, True, bias), (False, True, bias)):
+        for weight_last in (False, True):
+            posed = replace(problem(geometry, dtype), weight_channels_last=weight_last)
+            made = gradients_nchw_to_nhwc.plan_candidates(posed, mask, device)
+            assert made
+            for one in dict.fromkeys((made[0], made[-1])):
+                layouts = (False, weight_last)
+                assert_kernel_matches(one, geometry, dtype, layouts, torch.finfo(dtype).eps, mask)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from itertools import product
@@ -16,20 +17,28 @@ from grad_weight_cases import (
     UNET,
     WIDE,
     assert_random_tile_matches,
+    nchw_tiles,
     tf32_problem,
 )
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.grad_weight import im2col_nchw
-from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
+from tconv_swap.kernels.grad_weight.im2col_nchw_clocks import (
+    PARTIAL_BYTE_CLOCKS,
+    fixed_clocks,
+    stage_clocks,
+    with_splits,
+)
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     BOX_PIXELS,
     COLUMN_LIMIT,
     MAX_MULTIPLIES,
     MAX_STEPS,
     STEP_PIXELS,
-    expected_clocks,
+    Im2colKernel,
+    kernels,
     stages_of,
+    tiles_of,
 )
 from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.runtime import jit
@@ -55,7 +64,7 @@ def product_of(part: Part) -> Launch:
 def test_no_kernel_spills(geometry: Geometry) -> None:
     posed = tf32_problem(geometry)
     compiled = {}
-    for tile in im2col_nchw.tiles_for(posed, H200, with_bias=False):
+    for tile in nchw_tiles(posed, H200):
         shape = tile.kernel.warpgroups, tile.kernel.m_tiles, tile.kernel.cols
         if shape not in compiled:
             kernel = product_of(im2col_nchw.lower(posed, tile, H200, with_bias=False)).kernel
@@ -68,7 +77,7 @@ def test_no_kernel_spills(geometry: Geometry) -> None:
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)
 def test_every_tile_keeps_the_limits_of_tma_and_holds_what_its_taps_read(geometry: Geometry) -> None:
     g, posed = geometry, tf32_problem(geometry)
-    tiles = im2col_nchw.tiles_for(posed, H200, with_bias=False)
+    tiles = nchw_tiles(posed, H200)
     assert tiles
     for tile in tiles:
         step = product_of(im2col_nchw.lower(posed, tile, H200, with_bias=False))
@@ -121,7 +130,7 @@ def test_boxes_begin_at_multiples_of_16_bytes_and_stages_cover_every_pixel_once(
 def test_each_pixel_reads_the_columns_of_its_taps_from_the_boxes(geometry: Geometry) -> None:
     """The kernel's arithmetic (pixel_entry, ExistingPixels and the producer of im2col_nchw*.cuh), emulated."""
     g, posed = geometry, tf32_problem(geometry)
-    for tile in {one.stage: one for one in im2col_nchw.tiles_for(posed, H200, with_bias=False)}.values():
+    for tile in {one.stage: one for one in nchw_tiles(posed, H200)}.values():
         main = product_of(im2col_nchw.lower(posed, tile, H200, with_bias=False))
         constants = {name: int(value) for name, value in main.kernel.constants}
         sizes = words_by_name("Im2colNchwSizes", main.structs[0])
@@ -170,29 +179,46 @@ def test_each_pixel_reads_the_columns_of_its_taps_from_the_boxes(geometry: Geome
 )
 def test_tensors_are_copied_only_where_boxes_cannot_begin(geometry: Geometry, copied: set[int]) -> None:
     """0 is grad_output, 1 the input."""
-    (made,) = im2col_nchw.part_candidates(tf32_problem(geometry), H200, False, 1)
-    copies = [one for one in made.launches if one.kernel.entry == "pad_images"]
+    made, *_ = im2col_nchw.ranked(kernels(geometry), tf32_problem(geometry), H200, False)
+    copies = [one for one in made.make().launches if one.kernel.entry == "pad_images"]
     assert {one.arguments[0].value for one in copies} == copied
 
 
-@pytest.mark.parametrize("layer", [WIDE, UNET, SMALL_MAP], ids=str)
-def test_two_kernels_of_a_layer_compute_maps_of_all_widths(layer: Geometry) -> None:
-    kernels = set()
-    for width in (*range(4, 33), 40, 48, 56, 60, 68, 80, 96, 100, 112, 128, 130, 200, 256):
-        batch = max(1, (1 << 19) // (64 * width * width))
-        posed = tf32_problem(replace(layer, batch=batch, height=width, width=width))
-        tile, *_ = choose(posed, H200, im2col_nchw.MAX_SCHEDULES)
-        kernels.add(tile.kernel)
-        clocks = expected_clocks(posed.geometry, tile, H200)
-        tiles = im2col_nchw.tiles_for(posed, H200, with_bias=False)
-        best = min(expected_clocks(posed.geometry, one, H200) for one in tiles)
-        # Smaller maps fill a kernel whose boxes are narrow, which the layer may lack.
-        assert clocks <= (1.35 if width > 8 else 1.8) * best, width
-    assert len(kernels) <= im2col_nchw.MAX_SCHEDULES
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_the_best_stage_of_each_kernel_is_ranked(geometry: Geometry) -> None:
+    """Of all tiles of a kernel the one with the fewest clocks, and the kernels by those of their best tiles."""
+    posed, every = tf32_problem(geometry), list(kernels(geometry))
+    best: dict[Im2colKernel, float] = {}
+    for tile in nchw_tiles(posed, H200):
+        clocks, same = with_splits(geometry, tile.kernel, tile.stage, H200) or (0.0, None)
+        assert same == tile
+        best[tile.kernel] = min(clocks, best.get(tile.kernel, clocks))
+    found = [one.clocks for one in im2col_nchw.ranked(every, posed, H200, False)]
+    assert found == sorted(best.values())
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_other_numbers_of_splits_are_hardly_faster(geometry: Geometry) -> None:
+    g, compared = geometry, 0
+    for tile in nchw_tiles(tf32_problem(geometry), H200):
+        stages, blocks = math.prod(tile.stage.counts(g)), tiles_of(g, tile.kernel)
+        of_stage = stage_clocks(g, tile.kernel, tile.stage, H200)
+        most = min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4, 400)
+        least = -(-stages * tile.stage.steps(g) // MAX_MULTIPLIES)
+        clocks = {
+            splits: -(-blocks * splits // H200.multiprocessors) * -(-stages // splits) * of_stage
+            + (PARTIAL_BYTE_CLOCKS * weight_bytes(g) * splits if splits > 1 else 0)
+            for splits in {tile.splits, *range(max(1, least), most + 1)}
+        }
+        assert clocks[tile.splits] + fixed_clocks(g, tile.stage) < 1.15 * (
+            min(clocks.values()) + fixed_clocks(g, tile.stage)
+        )
+        compared += len(clocks)
+    assert compared
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_bias", [False, True], ids=["weight", "weight and bias"])
 @pytest.mark.parametrize("seed", range(24))
 def test_random_tiles_match_float64_on_random_geometries(seed: int, with_bias: bool) -> None:
-    assert_random_tile_matches(im2col_nchw, False, seed, with_bias)
+    assert_random_tile_matches(False, seed, with_bias)

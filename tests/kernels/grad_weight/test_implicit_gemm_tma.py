@@ -15,11 +15,11 @@ from oracle import conv_transpose2d_reference
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.grad_weight.implicit_gemm import reads_all_of_grad_output
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma import lower, supports
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import schedule_of, split_choices, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import schedule_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import split_choices, work_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, shared_bytes
+from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.runtime import launch
 from tconv_swap.runtime.program import ArgumentKind, Output, Plan
 
@@ -178,7 +178,7 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
     facts = call.device_facts(0)
     posed, tiles = posed_at_random(rng, (torch.float16, torch.bfloat16)[seed % 2], facts)
     tma_tile = rng.choice(tiles)
-    with_bias = reads_all_of_grad_output(posed)
+    with_bias = reads_all_of_grad_output(posed.geometry)
     made = forced(posed, tma_tile, rng.choice(possible_splits(posed, tma_tile, facts)), with_bias)
     layouts, mask = (True, posed.weight_channels_last), (False, True, with_bias)
     assert_kernel_matches(made, posed.geometry, posed.dtype, layouts, TOLERANCE[posed.dtype], mask)

@@ -1,67 +1,48 @@
-"""Kernels of the weight's gradient take their sizes at the launch: how many kernels a layer has over all sizes,
-that the size arguments cover every pixel once, and that one kernel computes several sizes."""
+"""Kernels of the weight's gradient take their sizes at the launch: that the size arguments cover every pixel once, that
+what a kernel takes for granted holds of its sizes, and that one kernel computes several sizes. test_selection.py tests
+which of them a layer has."""
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 from harness import assert_kernel_matches
-from size_cases import AMPERE, H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
+from size_cases import H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
-from tconv_swap.kernels.grad_weight import im2col_nhwc_classes as grad_weight_im2col_nhwc_classes
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
-from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weight_candidates
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma_classes as grad_weight_tma_classes
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma_tile as grad_weight_tma_tile
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, select
+from tconv_swap.kernels.grad_weight.selection import Kernels, kernels_of, layer_of, representatives
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
-from tconv_swap.measurement.suite import Layer
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Kernel, Launch, Output, Part, Plan
 
-MASK = (False, True, False)
-
 
 def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list[Part]:
-    """Returns the parts of a problem: by way of channels_last where that pays; both parts where two families may
-    compute it."""
-    if gradients_nchw_to_nhwc.pays(problem, MASK, device):
-        piece = gradients_nchw_to_nhwc.nhwc_grad_weight(problem, device)
-        if piece is not None:
-            return [piece.part]
-    im2col = grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, 1)
-    ranked = grad_weight_implicit_gemm.implicit_gemm(problem, device, with_bias, 1)
-    return im2col + [one.make() for one in ranked]
+    """Returns the parts of all kernels of the layer that compute a problem from the tensors as they lie."""
+    return [one.make() for one in grad_weight_implicit_gemm.ranked(problem, device, with_bias)]
 
 
-@pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> None:
-    rng = random.Random(layer.name)
-    for dtype, precision in MODES:
-        for channels_last in (False, True):
-            computing: set[Kernel] = set()
-            reducing_launches: dict[str, set[Kernel]] = {}
-            for _ in range(60):
-                geometry = random_sizes(rng, layer.geometry)
-                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                parts = planned(problem, device, False)
-                assert parts or not grad_weight_implicit_gemm.supports(problem, device)
-                for part in parts:
-                    computing.add(part.launches[0].kernel)
-                    for one in part.launches[1:]:
-                        reducing_launches.setdefault(one.kernel.entry, set()).add(one.kernel)
-            assert len(computing) <= 4, computing
-            assert all(len(found) <= 4 for found in reducing_launches.values()), reducing_launches
+def from_copies(problem: plan.Problem, device: plan.Device) -> list[Part]:
+    """Returns the parts of those that read copies in channels_last."""
+    return [one.make() for one in grad_weight_implicit_gemm.ranked_from_copies(problem, device)]
+
+
+def multiplying(made: Part | Plan) -> Kernel:
+    """Returns the kernel that multiplies, not those that copy or add up."""
+    (found,) = (
+        one.kernel
+        for one in made.launches
+        if one.kernel.entry.startswith("grad_weight") and "reduce" not in one.kernel.entry
+    )
+    return found
 
 
 def test_no_size_is_compiled_in() -> None:
@@ -81,7 +62,7 @@ def test_no_size_is_compiled_in() -> None:
         for channels_last in (False, True):
             problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
             posed = (problem, replace(problem, dtype=torch.float32, precision="tf32"))
-            parts = [part for one in posed for part in planned(one, H200, False)]
+            parts = [part for one in posed for part in (*planned(one, H200, False), *from_copies(one, H200))]
             for one in (launch for part in parts for launch in part.launches):
                 assert not names & dict(one.kernel.constants).keys()
                 done += 1
@@ -98,66 +79,37 @@ def test_the_output_padding_is_an_argument() -> None:
                 for padding in ((0, 0), (1, 1), (0, 1)):
                     geometry = replace(layer, width=size, output_padding=padding)
                     problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                    parts = planned(problem, H200, False)
+                    parts = [*planned(problem, H200, False), *from_copies(problem, H200)]
                     assert parts
-                    kernels.update(part.launches[0].kernel for part in parts)
+                    kernels.update(map(multiplying, parts))
             assert len(kernels) <= 4
 
 
-def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
-    """A sample of the kernels that no size of the suite uses; on each commit those of one layer in two modes."""
+def count(kernels: Kernels) -> int:
+    return sum(len(getattr(kernels, family)) for family in Kernels.__slots__)
+
+
+def test_the_kernels_of_a_layer_compile(request: pytest.FixtureRequest) -> None:
+    """All of them, also those that no size of the suite uses; on each commit those of one layer in two modes."""
     done = 0
-    names = ("cyclegan2", "simplebaseline", "kb75")
     modes = ((torch.float16, True), (torch.float32, False), (torch.float16, False), (torch.float32, True))
     every = request.config.getoption("all_architectures")
-    for name in names if every else names[:1]:
+    for name in ("cyclegan2", "simplebaseline", "kb75") if every else ("cyclegan2",):
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in modes if every else modes[:2]:
-            posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
-            layer, parts = of_any_size(posed), []
-            if grad_weight_tma.supports(posed, H200):
-                for tma_tile in grad_weight_tma_classes.schedules(layer, H200, 4):
-                    parts.append(grad_weight_tma.lower(tma_tile.problem, tma_tile, 1, False))
-            if grad_weight_im2col_nhwc.supports(posed, H200):
-                for one in grad_weight_im2col_nhwc_classes.schedules(layer, H200):
-                    parts.append(grad_weight_im2col_nhwc.lower(posed, one.tile, H200, False))
-            for tile in grad_weight_candidates.schedules(layer, H200, 4):
-                parts.append(grad_weight_implicit_gemm.lower(tile.problem, tile, H200, False))
-            for part in parts:
-                kernel = part.launches[0].kernel
-                _, log = jit.compile_with_log(kernel, "sm_90a")
-                spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
-                assert spills
-                assert kernel.spills or not any(spills), log
-                done += 1
-    assert done >= 8
-
-
-# ---- which few schedules ---------------------------------------------------------------------------------------
-
-
-def test_the_candidates_nearest_to_the_best_are_selected() -> None:
-    never = float("inf")
-    clocks = [
-        [10.0, 40.0, 40.0],  # the best at the first size, far from it at the others
-        [30.0, 12.0, 12.0],
-        [never, 10.0, 10.0],  # faster, but not at all sizes
-        [30.0, 12.0, 12.0],  # as good as the second
-    ]
-    even = [1.0, 1.0, 1.0]
-    assert select(clocks, even, 1) == [1]
-    assert select(clocks, even, 2) == [2, 0]  # not the first, which was the best alone
-    assert select(clocks, even, 4) == [1, 0, 2]
-    assert select(clocks, [100.0, 1.0, 1.0], 1) == [0]
-    assert select([[never, 5.0]], [1.0, 1.0], 4) == [0]
-    assert select([], [], 4) == []
-
-
-def test_uncovered_sizes_count_by_their_weight() -> None:
-    never = float("inf")
-    clocks = [[10.0, 20.0, never], [20.0, 10.0, 10.0]]
-    assert select(clocks, [2.0, 0.1, 0.1], 1, uncovered=1.0) == [0]
-    assert select(clocks, [1.0, 1.0, 1.0], 1, uncovered=1.0) == [1]
+            layer = layer_of(plan.Problem(geometry, dtype, "tf32", channels_last, channels_last))
+            compiled: dict[Kernel, list[int]] = {}
+            for size, _ in representatives(layer):
+                problem = replace(layer, geometry=size)
+                for kernel in map(multiplying, (*planned(problem, H200, False), *from_copies(problem, H200))):
+                    if kernel not in compiled:
+                        _, log = jit.compile_with_log(kernel, "sm_90a")
+                        compiled[kernel] = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+            assert len(compiled) == count(kernels_of(layer, H200))
+            assert all(compiled.values())
+            assert not any(any(spills) for kernel, spills in compiled.items() if not kernel.spills), compiled
+            done += len(compiled)
+    assert done > 4
 
 
 def test_a_map_of_few_columns_takes_im2col_nhwc() -> None:
@@ -189,15 +141,24 @@ class PixelSizes:
         return self.split_tiles + (split < self.longer_splits)
 
 
-def random_part(rng: random.Random, limit: int = 30) -> tuple[plan.Problem, Launch, tuple[Launch, ...]]:
+IMPLICIT_GEMM = ("implicit_gemm", "implicit_gemm_tma")
+#: Overlapping taps, kernels that are their stride, groups, one row, stride 1, and a plain product.
+EMULATED = ("dcgan2", "unet4", "maskrcnn", "stylegan2_mod", "hifigan_up1", "kb65", "dcgan1", "higherhrnet")
+
+
+def random_part(
+    rng: random.Random, families: Iterable[str] = (*IMPLICIT_GEMM, "im2col_nhwc"), limit: int = 30
+) -> tuple[plan.Problem, Launch, tuple[Launch, ...]]:
     """Returns a problem, the launch that multiplies, and those that reduce its splits."""
+    layers = [layer.geometry for layer in LAYERS if layer.name in EMULATED]
     while True:
-        layer = rng.choice(LAYERS).geometry
-        geometry = replace(random_sizes(rng, layer, limit), batch=rng.randint(1, 9))
+        geometry = replace(random_sizes(rng, rng.choice(layers), limit), batch=rng.randint(1, 9))
         dtype, precision = rng.choice(MODES)
         channels_last = rng.random() < 0.5
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-        parts = planned(problem, H200, rng.random() < 0.5)
+        found = [*planned(problem, H200, rng.random() < 0.5), *from_copies(problem, H200)]
+        # The sizes of the others have other names.
+        parts = [part for part in found if part.family in families]
         if parts:
             part = rng.choice(parts)
             return problem, part.launches[0], part.launches[1:]
@@ -238,10 +199,8 @@ def test_every_pixel_is_in_one_tile_of_one_split(seed: int) -> None:
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     """What a kernel takes for granted holds of the size: multiples of what one copy moves, room for the sums."""
     rng = random.Random(1000 + seed)
-    constants: dict[str, object] = {}
-    while "TILE_N" not in constants:  # im2col_nhwc has other names
-        problem, main, reducing_launches = random_part(rng, 200)
-        constants = dict(main.kernel.constants)
+    problem, main, reducing_launches = random_part(rng, IMPLICIT_GEMM, 200)
+    constants = dict(main.kernel.constants)
     g, sizes = problem.geometry, PixelSizes(main.structs[0])
     if not constants["CHANNELS_LAST"]:
         assert g.width % int(constants["INPUT_COPY"]) == 0
@@ -335,16 +294,15 @@ def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[p
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 5))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-            if gradients_nchw_to_nhwc.pays(posed, MASK, device):
-                continue  # its kernels read copies
-            for part in planned(posed, device, bias) or planned(posed, device, False):
-                kernel_of = part.launches[0].kernel
-                outputs = (
-                    Output(geometry.weight_shape, channels_last),
-                    Output((geometry.out_channels,)),
-                )[: 1 + bool(dict(kernel_of.constants)["WITH_BIAS"])]
-                made = Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
-                by_kernel.setdefault(kernel_of, []).append((posed, made))
+            with_bias = bias and bool(planned(posed, device, True))
+            outputs = (Output(geometry.weight_shape, channels_last), Output((geometry.out_channels,)))
+            plans = [
+                Plan(part.family, part.why, outputs[: 1 + with_bias], part.launches, part.workspace_bytes)
+                for part in planned(posed, device, with_bias)
+            ]
+            plans += gradients_nchw_to_nhwc.plan_candidates(posed, (False, True, bias), device)
+            for made in plans:
+                by_kernel.setdefault(multiplying(made), []).append((posed, made))
         several = [found for found in by_kernel.values() if len(found) >= 3]
         if several:
             return rng.choice(several)[:3]

@@ -11,6 +11,7 @@ from grad_weight_cases import H200, LAYERS, UNET, WIDE, tf32_problem
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight import im2col_nchw, im2col_nhwc
+from tconv_swap.kernels.grad_weight.selection import kernels_for
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
@@ -47,9 +48,11 @@ def test_a_bias_needs_another_kernel_where_taps_skip_rows_of_grad_output() -> No
     """Kernel 2, stride 4: no tap reads half of the rows of grad_output; a copy of it would hold them."""
     gaps = replace(UNET, stride=(4, 4), output_padding=(2, 2))
     assert gaps.out_width % 4 == 0
-    for family, channels_last in ((im2col_nchw, False), (im2col_nhwc, True)):
-        posed = tf32_problem(gaps, channels_last)
-        assert family.part_candidates(posed, H200, False, 1)
-        assert not family.part_candidates(posed, H200, True, 1)
+    in_nchw, in_nhwc = tf32_problem(gaps), tf32_problem(gaps, channels_last=True)
+    of_nchw, of_nhwc = kernels_for(in_nchw, H200).im2col_nchw, kernels_for(in_nhwc, H200).im2col_nhwc
+    assert im2col_nchw.ranked(of_nchw, in_nchw, H200, False)
+    assert not im2col_nchw.ranked(of_nchw, in_nchw, H200, True)
+    assert im2col_nhwc.ranked(of_nhwc, in_nhwc, H200, False)
+    assert not im2col_nhwc.ranked(of_nhwc, in_nhwc, H200, True)
     copied = tf32_problem(replace(gaps, output_padding=(0, 0)))
-    assert im2col_nchw.part_candidates(copied, H200, True, 1)
+    assert im2col_nchw.ranked(of_nchw, copied, H200, True)

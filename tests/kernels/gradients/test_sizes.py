@@ -19,8 +19,11 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
+from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
+from tconv_swap.kernels.grad_weight.selection import kernels_of, layer_of
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
 from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
@@ -152,13 +155,19 @@ def _large_kernel(posed: plan.Problem, device: plan.Device, bias: bool) -> Itera
 
 
 def _im2col_nchw(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for one in grad_weight_im2col_nchw.part_candidates(posed, device, False, 2):
-        yield one, (False, True, False)
+    every = grad_weight_im2col_nchw_tile.kernels(posed.geometry)
+    for with_bias in (False, True) if bias else (False,):
+        for one in grad_weight_im2col_nchw.ranked(every, posed, device, with_bias):
+            yield one.make(), (False, True, with_bias)
 
 
 def _stride1(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for one in grad_weight_stride1.part_candidates(posed, device, 2):
-        yield one, (False, True, False)
+    """Those of the layer, whose rows may begin in several ways, and all tiles for rows that begin as these do."""
+    if grad_weight_stride1.supports(posed, device):
+        of_layer = kernels_of(layer_of(posed), device).stride1
+        every = dict.fromkeys((*of_layer, *grad_weight_stride1_tile.candidates(posed, device)))
+        for one in grad_weight_stride1.ranked(every, posed, device):
+            yield one.make(), (False, True, False)
 
 
 def _wide(rng: random.Random) -> Geometry:

@@ -1,0 +1,153 @@
+"""How the implicit GEMM of csrc/kernels/grad_weight/implicit_gemm_{mma,wgmma}.cu is split over blocks, and its expected
+time. The functions are pure.
+
+The constants are fitted to 9,638 times of an H100, in clocks of 1.7 GHz; the standard deviation of the logarithm is
+0.08 to 0.11 (docs/selection.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
+    COPY_BYTES,
+    Operands,
+    Tile,
+    item_bytes,
+    step_pixels,
+    weight_tiles,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import ceil_div, round_up
+
+#: Limit of the partial sums; one copy of the gradient in whole tiles may exceed it.
+WORKSPACE_LIMIT_BYTES = 64 << 20
+#: Clocks of the launch; of the launch that reduces splits; of a byte of both tensors, of partial sums, and of the
+#: gradient.
+LAUNCH_CLOCKS, REDUCTION_CLOCKS = 12900, 4200
+BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS, GRADIENT_BYTE_CLOCKS = 0.000207, 0.00053, 0.00138
+#: Clocks of a tile of pixels beside its work, which is that of all units: they hardly overlap.
+TILE_CLOCKS = 459
+#: By mma.sync: clocks of a multiply of 16 x 8 sums, how many times as long the three products of float32 take, and
+#: clocks of an operand that a warp reads, and further ones where it rounds float32.
+MMA_CLOCKS, IEEE_MMA, MMA_READ_CLOCKS, ROUNDING_CLOCKS = 0.97, 6.47, 0.72, 0.431
+#: By wgmma: the clocks that a multiply takes over those of the tensor cores; clocks of a read of shared memory.
+WGMMA_CLOCKS, WGMMA_READ_CLOCKS = 0.437, 0.75
+#: Clocks of a copy of a thread: in NCHW, and of less than 16 bytes in channels_last; through registers, in NCHW and in
+#: channels_last. Clocks of a byte that a tile loads.
+COPY_CLOCKS, SHORT_COPY_CLOCKS_NHWC = 0.0591, 0.0754
+REGISTER_COPY_CLOCKS, REGISTER_COPY_CLOCKS_NHWC = 0.0766, 0.108
+LOADED_BYTE_CLOCKS = 0.0194
+#: A tile takes this power of ``WARPS`` over the warps of a multiprocessor longer where these are fewer; and so many
+#: times as long where two blocks of a multiprocessor take turns, counted one after the other (in float32 the tensor
+#: cores are nearly always busy).
+WARPS, FEW_WARPS, TWO_BLOCKS, TWO_BLOCKS_IEEE = 8, 0.257, 0.844, 0.951
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of a tile, whatever the sizes.
+    Attributes:
+        clocks: for one tile of pixels.
+        blocks: of one split.
+        split_bytes: of the sums of one split.
+        copies: of those sums that a split writes: one for each warp along k.
+    """
+
+    clocks: float
+    blocks: int
+    split_bytes: int
+    copies: int
+
+
+def split_bytes(problem: Problem, tile: Tile) -> int:
+    """Returns the bytes of the sums of one split, in whole tiles."""
+    return weight_tiles(problem, tile) * tile.block_m * tile.block_n * tile.warps[2] * tile.warp_taps * 4
+
+
+def splits_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
+    """Returns into how many splits the tiles of pixels are cut, so that all multiprocessors have work and the
+    workspace keeps its limit."""
+    blocks = work.blocks
+    slots = device.multiprocessors * tile.blocks_per_multiprocessor
+    splits = max(1, slots // blocks)
+    # A second wave, where one would leave more than a quarter of the multiprocessors idle.
+    if blocks < slots and splits * blocks * 4 < 3 * slots:
+        splits = max(1, 2 * slots // blocks)
+    max_splits = max(1, WORKSPACE_LIMIT_BYTES // (work.split_bytes * work.copies))
+    return min(splits, max_splits, tiles)
+
+
+def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
+    """Returns the work of a tile with these ``windows``; of the sizes only the elements of one copy count
+    (docs/kernels/grad_weight/sizes.md)."""
+    multiplies = _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile)
+    clocks = TILE_CLOCKS + multiplies + _copy_clocks(problem, operands)
+    resident = tile.threads // 32 * tile.blocks_per_multiprocessor
+    clocks *= max(1.0, WARPS / resident) ** FEW_WARPS
+    if tile.blocks_per_multiprocessor > 1:
+        clocks *= TWO_BLOCKS_IEEE if problem.is_ieee else TWO_BLOCKS
+    return Work(clocks, weight_tiles(problem, tile), split_bytes(problem, tile), tile.warps[3])
+
+
+def tensor_bytes(geometry: Geometry, item: int) -> int:
+    """Returns the bytes of the input and of grad_output, whose elements have ``item`` bytes."""
+    g = geometry
+    return item * g.batch * (g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width)
+
+
+def expected_clocks(work: Work, tile: Tile, tiles: int, moved_bytes: int, device: Device) -> float:
+    """Returns the expected clocks of both launches over ``tiles`` tiles of pixels.
+    ``moved_bytes``: ``tensor_bytes``."""
+    splits = splits_of(work, tile, tiles, device)
+    blocks, copies = work.blocks * splits, splits * work.copies
+    resident = device.multiprocessors * tile.blocks_per_multiprocessor
+    # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
+    rounds = blocks // resident * tile.blocks_per_multiprocessor + ceil_div(
+        blocks % resident, device.multiprocessors
+    )
+    # Partial sums are written, then read by another launch that writes the gradient.
+    reduction = REDUCTION_CLOCKS + PARTIAL_BYTE_CLOCKS * work.split_bytes * copies if copies > 1 else 0
+    return (
+        LAUNCH_CLOCKS
+        + rounds * ceil_div(tiles, splits) * work.clocks
+        + BYTE_CLOCKS * moved_bytes
+        + GRADIENT_BYTE_CLOCKS * work.split_bytes
+        + reduction
+    )
+
+
+def _mma_clocks(problem: Problem, tile: Tile) -> float:
+    """Returns the clocks of one tile of pixels with mma.sync: of its multiplies, and of reading their operands. The
+    warps of a multiprocessor are spread over four tensor cores."""
+    resident = tile.threads // 32 * tile.blocks_per_multiprocessor
+    m, n = tile.warp_m // 16, tile.warp_n // 8
+    warp_steps = math.prod(tile.warps[:3]) * tile.pixels / step_pixels(problem)
+    multiply = MMA_CLOCKS * (IEEE_MMA if problem.is_ieee else 1.0)
+    read = MMA_READ_CLOCKS + (ROUNDING_CLOCKS if item_bytes(problem) == 4 else 0)
+    of_warp = multiply * m * n * tile.warp_taps + read * (4 * m + 2 * n * tile.warp_taps)
+    return warp_steps * of_warp * round_up(resident, 4) / resident
+
+
+def _wgmma_clocks(problem: Problem, tile: Tile) -> float:
+    """Returns the same with wgmma, whose operands are read from shared memory."""
+    warp_steps = math.prod(tile.warps[:3]) * tile.warp_taps * tile.pixels / step_pixels(problem)
+    return warp_steps / 4 * (WGMMA_CLOCKS * tile.warp_n / 2 + WGMMA_READ_CLOCKS * (16 + tile.warp_n / 4))
+
+
+def _copy_clocks(problem: Problem, operands: Operands) -> float:
+    """Returns the clocks in which one tile of pixels is loaded: of its copies, and of its bytes. In NCHW a copy of a
+    few bytes takes a sector of memory."""
+    clocks, item = 0.0, item_bytes(problem)
+    for window in operands:
+        loaded: float = window.positions * item
+        if problem.channels_last:
+            copy = 0.0 if window.copy * item == COPY_BYTES else SHORT_COPY_CLOCKS_NHWC
+        else:
+            copy, loaded = COPY_CLOCKS, max(loaded, window.sector_bytes)
+        if window.through_registers:
+            copy = REGISTER_COPY_CLOCKS_NHWC if problem.channels_last else REGISTER_COPY_CLOCKS
+        clocks += window.channels * (copy * window.pieces + LOADED_BYTE_CLOCKS * loaded)
+    return clocks

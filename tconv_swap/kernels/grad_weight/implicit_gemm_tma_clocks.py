@@ -1,0 +1,120 @@
+"""The expected time of the tiles of csrc/kernels/grad_weight/implicit_gemm_tma.cu, and their splits. The functions are
+pure.
+
+The constants are fitted to 3,505 times of an H100, in clocks of 1.7 GHz; the standard deviation of the logarithm is
+0.06 to 0.11 (docs/selection.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import WORKSPACE_LIMIT_BYTES
+from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, weight_tiles
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
+    MIN_STAGES,
+    ROW_BYTES,
+    STEP_PIXELS,
+    TmaTile,
+    has_gaps,
+    stage_bytes,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import ceil_div
+
+#: Clocks of the launch; of the launch that reduces splits; of a byte that is loaded of both tensors, of partial sums,
+#: and of the gradient.
+LAUNCH_CLOCKS, REDUCTION_CLOCKS = 10300, 5000
+BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS, GRADIENT_BYTE_CLOCKS = 0.000316, 0.00057, 0.00047
+#: Clocks of a tile beside its work; of its multiplies over those of the tensor cores; of a byte of a stage, and how
+#: many times as long it takes where pixels are no whole lines of memory (of LINE_BYTES).
+TILE_CLOCKS, MULTIPLY_CLOCKS, LOADED_BYTE_CLOCKS = 79, 0.856, 0.00151
+RAGGED_PIXELS, LINE_BYTES = 5.0, 128
+#: The pixels of a tap are a stride of columns apart: for each column above 2, the share by which a byte of grad_output
+#: takes longer, over the boxes of its channels, which lie side by side.
+FAR = 0.87
+#: How many times as long a tile takes that has only the fewest stages.
+FEW_STAGES = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of a tile, whatever the sizes.
+    Attributes:
+        clocks: for one tile of pixels.
+        blocks: of one split.
+        split_bytes: of one float32 copy of the gradient in whole tiles.
+        channels_read: output channels that are loaded for each pixel of the input where the kernel leaves gaps;
+            0 where all of grad_output is loaded.
+    """
+
+    clocks: float
+    blocks: int
+    split_bytes: int
+    channels_read: int
+
+
+def work_of(problem: Problem, tma_tile: TmaTile) -> Work:
+    """Returns the work of a tile."""
+    g, tile = problem.geometry, tma_tile.tile
+    steps = tile.threads // 128 * tile.warp_taps * tile.pixels / STEP_PIXELS
+    ragged = any(channels * 2 % LINE_BYTES for channels in (g.in_channels, g.out_channels))
+    of_input = tma_tile.input_blocks * tile.pixels * ROW_BYTES
+    far = 1 + FAR * max(0, g.stride[1] - 2) / tma_tile.channel_blocks
+    loaded = of_input + far * (stage_bytes(problem, tma_tile) - of_input)
+    load = LOADED_BYTE_CLOCKS * (RAGGED_PIXELS if ragged else 1.0) * loaded
+    clocks = TILE_CLOCKS + MULTIPLY_CLOCKS * steps * tile.warp_n / 2 + load
+    met = 0
+    if has_gaps(problem):
+        # Every tap has pixels of its own; those of the unused taps of a block are loaded too.
+        taps = math.prod(
+            blocks * taken for blocks, taken in zip(tap_blocks(problem, tile), tile.taps, strict=True)
+        )
+        met = taps * g.out_channels
+    blocks = weight_tiles(problem, tile)
+    return Work(
+        clocks * (FEW_STAGES if tile.stages == MIN_STAGES else 1.0),
+        blocks,
+        blocks * tile.threads * tile.sums * 4,
+        met,
+    )
+
+
+def split_choices(work: Work, tiles: int, device: Device) -> list[int]:
+    """Returns into how many splits the tiles of pixels may be cut within the workspace's limit, the fewest first."""
+    max_splits = min(max(1, WORKSPACE_LIMIT_BYTES // work.split_bytes), tiles)
+    found = [1]
+    for waves in (1, 2, 3):
+        splits = min(max_splits, waves * device.multiprocessors // work.blocks)
+        if splits > found[-1]:
+            found.append(splits)
+    return found
+
+
+def loaded_elements(geometry: Geometry, channels_read: int) -> int:
+    """Returns how many elements of the input and of grad_output are loaded (``Work.channels_read``)."""
+    g = geometry
+    pixels = g.height * g.width
+    if channels_read:
+        return g.batch * pixels * (g.in_channels + channels_read)
+    return g.batch * (g.in_channels * pixels + g.out_channels * g.out_height * g.out_width)
+
+
+def expected_clocks(work: Work, tiles: int, elements: int, device: Device) -> tuple[float, int]:
+    """Returns the expected clocks of the whole part and the number of splits with which it takes them.
+    Args:
+        tiles: of pixels.
+        elements: that are loaded (``loaded_elements``).
+    """
+    fixed = LAUNCH_CLOCKS + BYTE_CLOCKS * 2 * elements + GRADIENT_BYTE_CLOCKS * work.split_bytes
+    best, best_splits = math.inf, 1
+    for splits in split_choices(work, tiles, device):
+        rounds = ceil_div(work.blocks * splits, device.multiprocessors)
+        clocks = rounds * ceil_div(tiles, splits) * work.clocks
+        if splits > 1:
+            clocks += REDUCTION_CLOCKS + PARTIAL_BYTE_CLOCKS * splits * work.split_bytes
+        if clocks < best:
+            best, best_splits = clocks, splits
+    return fixed + best, best_splits

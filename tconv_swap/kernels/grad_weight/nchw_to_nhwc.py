@@ -1,0 +1,76 @@
+"""The gradient of the weight of NCHW tensors in 16 bits from copies in channels_last (sm_90a): which layers and sizes
+it computes, and its expected time. gradients/nchw_to_nhwc.py plans the launches that copy. The functions are pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices
+from tconv_swap.kernels.common.ranked import Ranked
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
+from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import tensor_bytes
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import ranked as ranked_schedules
+from tconv_swap.kernels.problem import Device, Problem
+
+#: Clocks of a launch that copies, and of a byte that it reads or writes (fitted to 1,042 times of an H100, in clocks of
+#: 1.7 GHz; docs/selection.md).
+COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 4200, 0.00064
+
+
+def supports_some_size(layer: Problem, device: Device) -> bool:
+    """Returns whether the kernels that read copies compute sizes of a layer."""
+    return (
+        device.architecture == "sm_90a"
+        and layer.dtype.itemsize == 2
+        and not layer.channels_last
+        and grad_weight_tma.supports(problem_of_copies(layer), device)
+    )
+
+
+def supports(problem: Problem, device: Device) -> bool:
+    """Returns whether copies of this size are possible."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    weight = Matrices(geometry.in_channels, geometry.out_channels_per_group, geometry.taps, problem.dtype)
+    if not supports_some_size(problem, device) or not weight.supported:
+        return False
+    return tensor_bytes(geometry, item) + weight.bytes <= MAX_COPY_BYTES
+
+
+@lru_cache(maxsize=256)
+def problem_of_copies(problem: Problem) -> Problem:
+    """Returns the problem that the copies pose. The weight's gradient is in channels_last, whose lines are whole, or a
+    launch that adds up partial sums stores any layout."""
+    return replace(problem, channels_last=True, weight_channels_last=True)
+
+
+def ranked(among: Iterable[Schedule], problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts that read copies of grad_output and the input in channels_last, with their expected clocks with
+    those of the launches that copy both, the one that is expected to be the fastest first."""
+    if not supports(problem, device):
+        return []
+    copies = problem_of_copies(problem)
+    reduced = problem.weight_channels_last
+    return [
+        Ranked(
+            expected(problem.geometry, clocks),
+            partial(grad_weight_tma.lower, copies, schedule, splits, False, reduced),
+        )
+        for clocks, splits, schedule in ranked_schedules(among, problem.geometry, device)
+    ]
+
+
+def expected(geometry: Geometry, of_product: float, copied_share: float = 1.0) -> float:
+    """Returns the expected clocks of the launches that compute (``of_product``) and of those that copy the input and
+    grad_output. ``copied_share``: of the copy of grad_output, which the gradient of the input may read too."""
+    of_input = 2 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
+    of_grad_output = tensor_bytes(geometry, 2) - of_input
+    return (
+        of_product
+        + COPY_LAUNCH_CLOCKS * (1 + copied_share)
+        + COPIED_BYTE_CLOCKS * 2 * (of_input + copied_share * of_grad_output)
+    )

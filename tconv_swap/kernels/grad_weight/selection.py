@@ -1,0 +1,237 @@
+"""Selects the kernels that compute the gradient of the weight of a layer over all its sizes: at most four, of all
+families together, with which representative sizes are expected to take little longer than with the best kernel for
+each. The functions are pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.schedules import (
+    CHANNEL_COLUMNS,
+    MAX_SCHEDULES,
+    MORE_SIZES,
+    MORE_SIZES_OF_ONE_ROW,
+    ONE_PIXEL,
+    PATCHES,
+    SINGLE,
+    SIZES,
+    SIZES_OF_ONE_ROW,
+    UNUSUAL,
+    select_covering,
+)
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import im2col_nchw_clocks as grad_weight_im2col_nchw_clocks
+from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
+from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
+from tconv_swap.kernels.grad_weight import im2col_nhwc_clocks as grad_weight_im2col_nhwc_clocks
+from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weight_candidates
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma_choice as grad_weight_tma_choice
+from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_nhwc
+from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
+from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1_clocks
+from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import leaves_sizes
+from tconv_swap.kernels.grad_weight.layer import has_pixels, is_a_product, of_any_size
+from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.disk_cache import disk_cache
+
+#: Batch, rows and columns of representative maps beside those of common/schedules.py: of pose networks, whose sides are
+#: no powers of two, and of photographs.
+FURTHER_SIZES = ((32, 8, 6), (12, 24, 18), (4, 512, 512))
+#: The share of the copy of grad_output that counts: the gradient of the input, which is mostly computed as well, may
+#: read it too.
+COPY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of a layer, by family. ``implicit_gemm_tma``: in NCHW they read copies in channels_last."""
+
+    implicit_gemm: tuple[grad_weight_candidates.Schedule, ...] = ()
+    implicit_gemm_tma: tuple[grad_weight_tma_choice.Schedule, ...] = ()
+    im2col_nchw: tuple[grad_weight_im2col_nchw_tile.Im2colKernel, ...] = ()
+    im2col_nhwc: tuple[grad_weight_im2col_nhwc_clocks.Schedule, ...] = ()
+    stride1: tuple[grad_weight_stride1_tile.Stride1Tile, ...] = ()
+
+
+class _Timed(NamedTuple):
+    """A kernel of a family, its expected clocks for each representative size, and whether it computes any size."""
+
+    family: str
+    kernel: Hashable
+    clocks: list[float]
+    any_size: bool
+
+
+class Representative(NamedTuple):
+    """A size that stands for others, and its weight among the sizes of a layer."""
+
+    geometry: Geometry
+    weight: float
+
+
+def layer_of(problem: Problem) -> Problem:
+    """Returns the problem that stands for all sizes of a layer, or for its maps of one pixel if they have a kernel of
+    their own."""
+    return of_any_size(problem, pixels_apart=problem.geometry.taps < MANY_TAPS)
+
+
+@disk_cache
+def kernels_of(layer: Problem, device: Device) -> Kernels:
+    """Returns the kernels of a layer (``layer_of``). One of them computes any size, unless the layer has none such.
+    (Sizes of more pixels than a kernel counts go to the general kernels.)"""
+    sizes = representatives(layer)
+    timed = list(_timed(layer, [size.geometry for size in sizes], device))
+    times = {(one.family, one.kernel): one.clocks for one in timed}
+    always = [(one.family, one.kernel) for one in timed if one.any_size]
+    chosen = select_covering(times, [size.weight for size in sizes], always, limit_of(layer))
+    families = {
+        name: tuple(kernel for family, kernel in chosen if family == name) for name in Kernels.__slots__
+    }
+    return Kernels(**families)  # type: ignore[arg-type]
+
+
+def kernels_for(problem: Problem, device: Device) -> Kernels:
+    """Returns all kernels with tiles that suit this size, also those that its layer does not have."""
+    layer, own_size = layer_of(problem), (problem.geometry,)
+    read = problem if problem.channels_last else grad_weight_nchw_to_nhwc.problem_of_copies(problem)
+    by_tma = grad_weight_tma.supports(read, device)
+    by_threads = grad_weight_candidates.supports(problem, device)
+    by_nchw = grad_weight_im2col_nchw.supports(problem, device)
+    by_nhwc = grad_weight_im2col_nhwc.supports(problem, device)
+    at_stride1 = grad_weight_stride1.supports(problem, device)
+    return Kernels(
+        grad_weight_candidates.pool(layer, device, own_size) if by_threads else (),
+        grad_weight_tma_choice.pool(_read(layer), device, own_size) if by_tma else (),
+        tuple(grad_weight_im2col_nchw_tile.kernels(problem.geometry)) if by_nchw else (),
+        grad_weight_im2col_nhwc_clocks.pool(layer, device) if by_nhwc else (),
+        tuple(grad_weight_stride1_tile.candidates(problem, device)) if at_stride1 else (),
+    )
+
+
+def limit_of(layer: Problem) -> int:
+    """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
+    geometry = layer.geometry
+    if geometry.taps >= MANY_TAPS:
+        return 1  # narrow_mma has the other kernels
+    if has_pixels(geometry):
+        return 1 if geometry.height == 1 else MAX_SCHEDULES - 1
+    return MAX_SCHEDULES - is_a_product(geometry)
+
+
+def representatives(layer: Problem) -> list[Representative]:
+    """Returns the sizes that represent all sizes of a layer. In NCHW they have the smallest grad_output of a map, or
+    one whose rows are aligned: other kernels load such rows."""
+    g = layer.geometry
+    if g.height == g.width == 1:
+        return [Representative(_sized(g, *size), 1.0) for size in ONE_PIXEL]
+    one_row = g.kernel[0] == g.stride[0] == 1
+    patches = (PATCHES,) if g.kernel == g.stride else ()
+    sizes = (
+        (*SIZES_OF_ONE_ROW, *MORE_SIZES_OF_ONE_ROW)
+        if one_row
+        else (*SIZES, *MORE_SIZES, *FURTHER_SIZES, *patches)
+    )
+    least, most = CHANNEL_COLUMNS
+    found = []
+    for size in sizes:
+        aligned = _sized(g, *size)
+        both = {aligned} if layer.channels_last else {aligned, replace(aligned, output_padding=(0, 0))}
+        both = {one for one in both if min(one.out_height, one.out_width) > 0}
+        usual = one_row or least <= g.in_channels_per_group * size[2] <= most
+        weight = (SINGLE if size[0] == 1 else 1.0) * (1.0 if usual else UNUSUAL)
+        padded_first = sorted(both, key=lambda one: one.output_padding, reverse=True)
+        found += [Representative(one, weight / len(both)) for one in padded_first]
+    return found
+
+
+def _sized(geometry: Geometry, batch: int, height: int, width: int) -> Geometry:
+    return replace(geometry, batch=batch, height=height, width=width)
+
+
+def _read(problem: Problem) -> Problem:
+    """Returns the problem that TMA reads: that of copies in NCHW."""
+    return problem if problem.channels_last else grad_weight_nchw_to_nhwc.problem_of_copies(problem)
+
+
+def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+    """Yields the candidates of all families."""
+    yield from _of_implicit_gemm(layer, sizes, device)
+    yield from _of_tma(layer, sizes, device)
+    yield from _of_im2col_nchw(layer, sizes, device)
+    yield from _of_im2col_nhwc(layer, sizes, device)
+    yield from _of_stride1(layer, sizes, device)
+
+
+def _of_implicit_gemm(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+    if not grad_weight_candidates.supports(layer, device):
+        return
+    # The widths of grad_output make little difference to the time of a map.
+    maps = dict.fromkeys((g.batch, g.height, g.width) for g in sizes)
+    for one in grad_weight_candidates.pool(layer, device, tuple(sizes)):
+        clocks = {size: one.clocks(_sized(layer.geometry, *size), device) for size in maps}
+        times = [clocks[g.batch, g.height, g.width] if one.suits(g) else math.inf for g in sizes]
+        yield _Timed("implicit_gemm", one, times, one.computes_any_size)
+
+
+def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+    copied = not layer.channels_last
+    if copied and not grad_weight_nchw_to_nhwc.supports_some_size(layer, device):
+        return
+    read = _read(layer)
+    if not grad_weight_tma.supports(read, device):
+        return
+    every = not copied and not leaves_sizes(read)
+    extra = [
+        grad_weight_nchw_to_nhwc.expected(g, 0.0, COPY_SHARE)
+        if copied and grad_weight_nchw_to_nhwc.supports(replace(layer, geometry=g), device)
+        else math.inf
+        if copied
+        else 0.0
+        for g in sizes
+    ]
+    pool = grad_weight_tma_choice.pool(read, device, tuple(sizes))
+    for one, clocks in grad_weight_tma_choice.clocks_of_sizes(pool, sizes, device):
+        times = [of_size + more for of_size, more in zip(clocks, extra, strict=True)]
+        yield _Timed("implicit_gemm_tma", one, times, every)
+
+
+def _of_im2col_nchw(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+    if not grad_weight_im2col_nchw.supports(layer, device):
+        return
+    for kernel in grad_weight_im2col_nchw_tile.kernels(layer.geometry):
+        best = [grad_weight_im2col_nchw_clocks.best_tile(geometry, kernel, device) for geometry in sizes]
+        yield _Timed("im2col_nchw", kernel, [one[0] if one else math.inf for one in best], False)
+
+
+def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+    if not grad_weight_im2col_nhwc.supports(layer, device):
+        return
+    for schedule in grad_weight_im2col_nhwc_clocks.pool(layer, device):
+        best = [schedule.best(geometry, device) for geometry in sizes]
+        yield _Timed("im2col_nhwc", schedule, [one[0] if one else math.inf for one in best], True)
+
+
+def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+    posed = [replace(layer, geometry=geometry) for geometry in sizes]
+    supported = [grad_weight_stride1.supports(problem, device) for problem in posed]
+    tiles = dict.fromkeys(
+        tile
+        for problem, is_supported in zip(posed, supported, strict=True)
+        if is_supported
+        for tile in grad_weight_stride1_tile.candidates(problem, device)
+    )
+    for tile in tiles:
+        times = [
+            grad_weight_stride1_clocks.best_tile(problem, tile, device)[0]
+            if is_supported and tile.rows.serve(grad_weight_stride1_tile.output_rows(problem))
+            else math.inf
+            for problem, is_supported in zip(posed, supported, strict=True)
+        ]
+        yield _Timed("stride1", tile, times, False)
