@@ -130,7 +130,7 @@ def random_part(
     while True:
         problem = random_problem(rng, channels_last)
         if channels_last:
-            adds_bias = grad_weight_im2col_nhwc.reads_all_of_grad_output(problem.geometry)
+            adds_bias = grad_weight_im2col_nhwc.adds_all_of_grad_output(problem.geometry)
             of_nhwc = nhwc_tiles(problem, device) if adds_bias or not with_bias else []
             if of_nhwc:
                 tile = rng.choice(of_nhwc)

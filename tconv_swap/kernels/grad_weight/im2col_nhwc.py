@@ -56,7 +56,7 @@ def ranked(among: Iterable[Schedule], problem: Problem, device: Device, with_bia
     schedules, geometry = tuple(among), problem.geometry
     if not schedules or not supports(problem, device):
         return []
-    if with_bias and not reads_all_of_grad_output(geometry):
+    if with_bias and not adds_all_of_grad_output(geometry):
         return []
     best = (one.best(geometry, device) for one in schedules)
     return [
@@ -77,7 +77,7 @@ def supports(problem: Problem, device: Device) -> bool:
     return problem.channels_last and 0 < pixels < INT32_LIMIT
 
 
-def reads_all_of_grad_output(geometry: Geometry) -> bool:
+def adds_all_of_grad_output(geometry: Geometry) -> bool:
     """Returns whether the taps whose offset lies in [0, stride) read every pixel of grad_output exactly once."""
     g = geometry
     over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width

@@ -95,7 +95,7 @@ def split_choices(stages: int, blocks: int, bytes_of_copy: int, cluster: int, de
     found = []
     for waves in (1, 2, 3):
         splits = max(min_splits, min(max_splits, waves * device.multiprocessors // blocks))
-        copies = max(1, splits // cluster)
+        copies = max(1, splits // cluster, ceil_div(min_splits, cluster))
         if splits >= cluster and (copies == 1 or copies * bytes_of_copy <= PARTIAL_LIMIT_BYTES):
             found.append(copies * cluster)
     return list(dict.fromkeys(found))
