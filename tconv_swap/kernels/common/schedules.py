@@ -4,11 +4,11 @@ to the best of all schedules. Pure functions of data."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.problem import Problem
@@ -119,6 +119,28 @@ def _weight_of(layer: Problem, geometry: Geometry) -> float:
     low, high = MAP_CHANNEL_COLUMNS
     columns = layer.geometry.in_channels_per_group * geometry.width
     return 1.0 if low <= columns <= high else UNUSUAL
+
+
+class Timed(NamedTuple):
+    """A kernel of a family, its expected clocks for each representative size, and whether it computes any size."""
+
+    family: str
+    kernel: Hashable
+    clocks: list[float]
+    any_size: bool
+
+
+def select_of_families(
+    timed: Sequence[Timed], weights: Sequence[float], limit: int
+) -> dict[str, tuple[Hashable, ...]]:
+    """Returns at most ``limit`` kernels with the least regret, by family, in the order in which they are selected; the
+    first one computes any size, if there is such a one. ``weights``: of the sizes."""
+    times = {(one.family, one.kernel): one.clocks for one in timed}
+    always = [(one.family, one.kernel) for one in timed if one.any_size]
+    found: dict[str, tuple[Hashable, ...]] = {}
+    for family, kernel in select_covering(times, weights, always, limit):
+        found[family] = (*found.get(family, ()), kernel)
+    return found
 
 
 def select_covering(

@@ -5,10 +5,10 @@ for each. The functions are pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import (
@@ -22,7 +22,8 @@ from tconv_swap.kernels.common.schedules import (
     SIZES,
     SIZES_OF_ONE_ROW,
     UNUSUAL,
-    select_covering,
+    Timed,
+    select_of_families,
 )
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
@@ -57,29 +58,14 @@ class Kernels:
     im2col: tuple[grad_input_im2col_choice.Schedule, ...] = ()
 
 
-class _Timed(NamedTuple):
-    """A kernel of a family, its expected clocks for each representative size, and whether it computes any size."""
-
-    family: str
-    kernel: Hashable
-    clocks: list[float]
-    any_size: bool
-
-
 @disk_cache
 def kernels_of(layer: StridedProblem, device: Device) -> Kernels:
     """Returns the kernels of a layer (``of_any_size``). The first one of implicit_gemm, or of implicit_gemm_tma in
     channels_last, computes any size. (Sizes with more positions than TMA counts go to the general kernels.)"""
     sizes, weights = representatives(layer)
-    timed = list(_timed(layer, sizes, device))
-    times = {(one.family, one.kernel): one.clocks for one in timed}
-    always = [(one.family, one.kernel) for one in timed if one.any_size]
     limit = 1 if layer.one_pixel else MAX_SCHEDULES - _of_one_pixel(layer, device)
-    chosen = select_covering(times, weights, always, limit)
-    families = {
-        name: tuple(kernel for family, kernel in chosen if family == name) for name in Kernels.__slots__
-    }
-    return Kernels(**families)  # type: ignore[arg-type]
+    found = select_of_families(list(_timed(layer, sizes, device)), weights, limit)
+    return Kernels(**found)  # type: ignore[arg-type]
 
 
 def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
@@ -98,7 +84,7 @@ def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
     )
 
 
-def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     """Yields the candidates of all families."""
     if layer.input_channels_last:
         yield from _of_tma(layer, sizes, device)
@@ -109,7 +95,7 @@ def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devic
         yield from _of_implicit_gemm(sizes, device)
 
 
-def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     kept: dict[grad_input_choice.Schedule, None] = {}
     for size in _with_other_tiles(sizes):
         every = grad_input_choice.candidates(size, device)
@@ -119,7 +105,7 @@ def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterat
         kept.update(dict.fromkeys([one for one in nearest if one.computes_any_size(size)][:BEST]))
     for one in kept:
         times = [_best(grad_input_choice.ranked([one], size, device)) for size in sizes]
-        yield _Timed("implicit_gemm", one, times, one.computes_any_size(sizes[0]))
+        yield Timed("implicit_gemm", one, times, one.computes_any_size(sizes[0]))
 
 
 def _with_other_tiles(sizes: Sequence[StridedProblem]) -> Iterator[StridedProblem]:
@@ -132,7 +118,7 @@ def _with_other_tiles(sizes: Sequence[StridedProblem]) -> Iterator[StridedProble
             yield size
 
 
-def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     loads = [grad_input_tma.supports(size, device) for size in sizes]
     if not any(loads):
         return
@@ -142,10 +128,10 @@ def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devi
             for size, loaded in zip(sizes, loads, strict=True)
         ]
         any_size = grad_input_tma_choice.computes_any_size(kernel)
-        yield _Timed("implicit_gemm_tma", kernel, times, any_size and all(loads))
+        yield Timed("implicit_gemm_tma", kernel, times, any_size and all(loads))
 
 
-def _of_copies(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+def _of_copies(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     if not grad_input_nchw_to_nhwc.supports_some_size(layer, device):
         return
     copies = [grad_input_nchw_to_nhwc.convolution_of_copies(size) for size in sizes]
@@ -159,13 +145,13 @@ def _of_copies(layer: StridedProblem, sizes: Sequence[StridedProblem], device: D
             else math.inf
             for size, copy in zip(sizes, copies, strict=True)
         ]
-        yield _Timed("implicit_gemm_tma", kernel, times, False)
+        yield Timed("implicit_gemm_tma", kernel, times, False)
 
 
-def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[_Timed]:
+def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     for schedule in grad_input_im2col_choice.candidates(layer, sizes, device):
         times = [_best(grad_input_im2col.ranked_tiles([schedule], size, device)) for size in sizes]
-        yield _Timed("im2col", schedule, times, False)
+        yield Timed("im2col", schedule, times, False)
 
 
 def _best(ranked: Sequence[tuple[Any, ...]]) -> float:

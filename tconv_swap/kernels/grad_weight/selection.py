@@ -5,7 +5,7 @@ each. The functions are pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from tconv_swap.kernels.common.schedules import (
     SIZES,
     SIZES_OF_ONE_ROW,
     UNUSUAL,
-    select_covering,
+    Timed,
+    select_of_families,
 )
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nchw_clocks as grad_weight_im2col_nchw_clocks
@@ -60,15 +61,6 @@ class Kernels:
     stride1: tuple[grad_weight_stride1_tile.Stride1Tile, ...] = ()
 
 
-class _Timed(NamedTuple):
-    """A kernel of a family, its expected clocks for each representative size, and whether it computes any size."""
-
-    family: str
-    kernel: Hashable
-    clocks: list[float]
-    any_size: bool
-
-
 class Representative(NamedTuple):
     """A size that stands for others, and its weight among the sizes of a layer."""
 
@@ -88,20 +80,14 @@ def kernels_of(layer: Problem, device: Device) -> Kernels:
     (Sizes of more pixels than a kernel counts go to the general kernels.)"""
     sizes = representatives(layer)
     timed = list(_timed(layer, [size.geometry for size in sizes], device))
-    times = {(one.family, one.kernel): one.clocks for one in timed}
-    always = [(one.family, one.kernel) for one in timed if one.any_size]
-    chosen = select_covering(times, [size.weight for size in sizes], always, limit_of(layer))
-    families = {
-        name: tuple(kernel for family, kernel in chosen if family == name) for name in Kernels.__slots__
-    }
-    return Kernels(**families)  # type: ignore[arg-type]
+    found = select_of_families(timed, [size.weight for size in sizes], limit_of(layer))
+    return Kernels(**found)  # type: ignore[arg-type]
 
 
 def kernels_for(problem: Problem, device: Device) -> Kernels:
     """Returns all kernels with tiles that suit this size, also those that its layer does not have."""
     layer, own_size = layer_of(problem), (problem.geometry,)
-    read = problem if problem.channels_last else grad_weight_nchw_to_nhwc.problem_of_copies(problem)
-    by_tma = grad_weight_tma.supports(read, device)
+    by_tma = grad_weight_tma.supports(_read(problem), device)
     by_threads = grad_weight_candidates.supports(problem, device)
     by_nchw = grad_weight_im2col_nchw.supports(problem, device)
     by_nhwc = grad_weight_im2col_nhwc.supports(problem, device)
@@ -160,7 +146,7 @@ def _read(problem: Problem) -> Problem:
     return problem if problem.channels_last else grad_weight_nchw_to_nhwc.problem_of_copies(problem)
 
 
-def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     """Yields the candidates of all families."""
     yield from _of_implicit_gemm(layer, sizes, device)
     yield from _of_tma(layer, sizes, device)
@@ -169,7 +155,7 @@ def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterato
     yield from _of_stride1(layer, sizes, device)
 
 
-def _of_implicit_gemm(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+def _of_implicit_gemm(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     if not grad_weight_candidates.supports(layer, device):
         return
     # The widths of grad_output make little difference to the time of a map.
@@ -177,10 +163,10 @@ def _of_implicit_gemm(layer: Problem, sizes: Sequence[Geometry], device: Device)
     for one in grad_weight_candidates.pool(layer, device, tuple(sizes)):
         clocks = {size: one.clocks(_sized(layer.geometry, *size), device) for size in maps}
         times = [clocks[g.batch, g.height, g.width] if one.suits(g) else math.inf for g in sizes]
-        yield _Timed("implicit_gemm", one, times, one.computes_any_size)
+        yield Timed("implicit_gemm", one, times, one.computes_any_size)
 
 
-def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     copied = not layer.channels_last
     if copied and not grad_weight_nchw_to_nhwc.supports_some_size(layer, device):
         return
@@ -199,27 +185,27 @@ def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterat
     pool = grad_weight_tma_choice.pool(read, device, tuple(sizes))
     for one, clocks in grad_weight_tma_choice.clocks_of_sizes(pool, sizes, device):
         times = [of_size + more for of_size, more in zip(clocks, extra, strict=True)]
-        yield _Timed("implicit_gemm_tma", one, times, every)
+        yield Timed("implicit_gemm_tma", one, times, every)
 
 
-def _of_im2col_nchw(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+def _of_im2col_nchw(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     if not grad_weight_im2col_nchw.supports(layer, device):
         return
     for kernel in grad_weight_im2col_nchw_tile.kernels(layer.geometry):
         best = [grad_weight_im2col_nchw_clocks.best_tile(geometry, kernel, device) for geometry in sizes]
-        yield _Timed("im2col_nchw", kernel, [one[0] if one else math.inf for one in best], False)
+        yield Timed("im2col_nchw", kernel, [one[0] if one else math.inf for one in best], False)
 
 
-def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     if not grad_weight_im2col_nhwc.supports(layer, device):
         return
     for schedule in grad_weight_im2col_nhwc_clocks.pool(layer, device):
         best = [schedule.best(geometry, device) for geometry in sizes]
         # Large sizes need more partial sums than the workspace holds.
-        yield _Timed("im2col_nhwc", schedule, [one[0] if one else math.inf for one in best], False)
+        yield Timed("im2col_nhwc", schedule, [one[0] if one else math.inf for one in best], False)
 
 
-def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[_Timed]:
+def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     posed = [replace(layer, geometry=geometry) for geometry in sizes]
     supported = [grad_weight_stride1.supports(problem, device) for problem in posed]
     tiles = dict.fromkeys(
@@ -235,4 +221,4 @@ def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> It
             else math.inf
             for problem, is_supported in zip(posed, supported, strict=True)
         ]
-        yield _Timed("stride1", tile, times, False)
+        yield Timed("stride1", tile, times, False)
