@@ -161,10 +161,8 @@ def test_candidates_for_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_90a"])
-def test_every_layer_has_candidates(dtype: torch.dtype, channels_last: bool, architecture: str) -> None:
+def test_every_layer_has_candidates(dtype: torch.dtype, channels_last: bool) -> None:
     """Some families compute no layer of some dtypes, groups and kernels; the others are still candidates."""
-    gpu = plan.Device(architecture, 108, 163 << 10 if architecture != "sm_75" else 64 << 10)
     geometries = (
         Geometry(2, 64, 8, 16, 32, (2, 2), (2, 2)),
         Geometry(2, 21, 10, 9, 21, (8, 8), (4, 4), (2, 2), groups=21),
@@ -174,11 +172,11 @@ def test_every_layer_has_candidates(dtype: torch.dtype, channels_last: bool, arc
     )
     for geometry in geometries:
         problem = plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
-        found = plan.forward_candidates(problem, True, gpu, 8)
-        assert found[0] == plan.plan_forward(problem, True, gpu)
+        found = plan.forward_candidates(problem, True, H200, 8)
+        assert found[0] == plan.plan_forward(problem, True, H200)
         for mask in ((True, False, False), (False, True, False), (False, True, True)):
-            found = plan.backward_candidates(problem, mask, gpu, 8)
-            assert found[0] == plan.plan_backward(problem, mask, gpu)
+            found = plan.backward_candidates(problem, mask, H200, 8)
+            assert found[0] == plan.plan_backward(problem, mask, H200)
             assert len({made.digest for made in found}) == len(found)
 
 

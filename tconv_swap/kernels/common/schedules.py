@@ -181,9 +181,13 @@ def select_covering(
             break
         regret = less
         found.append(better)
-    # Each of them in turn is replaced if another one reduces the regret.
+    # Each of them in turn is replaced if another one reduces the regret, until no one is, at most twice.
+    kept = 0
     for i in (*range(len(found)), *range(len(found))):
         less, better = joined(times if i else always, found[:i] + found[i + 1 :])
+        kept += 1
         if less < regret:
-            regret, found[i] = less, better
+            regret, found[i], kept = less, better, 0
+        if kept == len(found):
+            break
     return tuple(found)

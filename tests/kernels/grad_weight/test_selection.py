@@ -47,7 +47,7 @@ BY_NAME = {layer.name: layer.geometry for layer in LAYERS}
 #: Overlapping taps, few and many channels, kernels that are their stride, groups, one row, stride 1, a plain product,
 #: and many taps. (gradients/test_sizes.py counts the kernels that plans of all layers take.)
 SAMPLE = (
-    *("dcgan2", "cyclegan2", "higherhrnet", "unet4", "dpt_k4s4", "stylegan2_mod"),
+    *("dcgan2", "cyclegan2", "higherhrnet", "unet4", "stylegan2_mod"),
     *("hifigan_up1", "kb65", "dcgan1", "fcn32s"),
 )
 
