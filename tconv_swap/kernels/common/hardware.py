@@ -7,8 +7,8 @@ from __future__ import annotations
 REGISTERS, MAX_REGISTERS = 65536, 255
 #: The most threads that a multiprocessor of compute capability 8.0 or 9.0 runs at a time.
 RESIDENT_THREADS = 2048
-#: Bytes of shared memory that the system reserves in each block, and that a multiprocessor moves in a clock.
-RESERVED_BYTES, SHARED_BYTES_PER_CLOCK = 1024, 128
+#: Bytes of shared memory that the system reserves in each block.
+RESERVED_BYTES = 1024
 #: Bytes of a sector of the L2, the least that a read moves.
 SECTOR_BYTES = 32
 #: The most elements of a box of a tensor map along a dimension, and the largest traversal step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -16,11 +16,6 @@ class Ranked(NamedTuple):
 
     clocks: float
     make: Callable[[], Part]
-
-
-def made(ranked: Iterable[Ranked]) -> list[Part]:
-    """Returns the parts."""
-    return [one.make() for one in ranked]
 
 
 def in_turn(*families: list[_T]) -> list[_T]:

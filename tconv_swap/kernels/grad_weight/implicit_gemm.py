@@ -50,9 +50,10 @@ BIAS_CLOCKS, BIAS_BYTE_CLOCKS = 6000, 0.0007
 
 @lru_cache(maxsize=256)
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Returns the plan of the gradient of the weight, or None where no family of this stage supports the problem.
+    """Returns the plan of the gradient of the weight, or None where no family of this stage supports the problem;
+    ``with_bias`` also where launches of its own for the bias are expected to be faster.
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight; ``with_bias`` also that
-    of the bias, or None where launches of its own are expected to be faster.
+    of the bias.
 
     Workspace: at most 64 MiB, or one float32 copy of the gradient in whole tiles if that is more; and 4 bytes
     for each channel, split and warp along the taps for the bias.

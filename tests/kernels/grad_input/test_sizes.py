@@ -19,7 +19,6 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_PIXELS
-from tconv_swap.kernels.common.ranked import made
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
@@ -78,10 +77,15 @@ def parts_of(kernels: Kernels, problem: plan.Problem, count: int) -> Iterator[Pa
     problem."""
     posed = as_convolution(problem)
     if posed.input_channels_last:
-        yield from made(grad_input_tma.ranked(kernels.implicit_gemm_tma, posed, H200)[:count])
+        yield from (
+            one.make() for one in grad_input_tma.ranked(kernels.implicit_gemm_tma, posed, H200)[:count]
+        )
     else:
-        yield from made(grad_input_nchw_to_nhwc.ranked(kernels.implicit_gemm_tma, problem, H200)[:count])
-    yield from made(grad_input_im2col.ranked(kernels.im2col, posed, H200)[:count])
+        yield from (
+            one.make()
+            for one in grad_input_nchw_to_nhwc.ranked(kernels.implicit_gemm_tma, problem, H200)[:count]
+        )
+    yield from (one.make() for one in grad_input_im2col.ranked(kernels.im2col, posed, H200)[:count])
     if grad_input_choice.supports(posed, H200):
         for _, taken, tile in grad_input_choice.ranked(kernels.implicit_gemm, posed, H200)[:count]:
             yield grad_input_implicit_gemm.lower(taken, tile)
