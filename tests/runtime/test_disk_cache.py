@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.forward import implicit_gemm_classes
 from tconv_swap.kernels.forward.implicit_gemm_layout import make_problem
+from tconv_swap.kernels.forward.implicit_gemm_selection import kernels_of, of_any_size
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime import disk_cache
 
@@ -33,9 +34,9 @@ class Planner:
     def __init__(self) -> None:
         self.searches = 0
 
-    def in_a_new_process(self) -> Callable[[Geometry, int], tuple[Geometry, int]]:
+    def in_a_new_process(self) -> Callable[[Hashable, int], tuple[Hashable, int]]:
         @disk_cache.disk_cache
-        def search(layer: Geometry, limit: int) -> tuple[Geometry, int]:
+        def search(layer: Hashable, limit: int) -> tuple[Hashable, int]:
             self.searches += 1
             return layer, limit
 
@@ -87,10 +88,22 @@ def test_other_sources_search_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner.searches == 2
 
 
-def test_schedules_are_the_same_from_disk() -> None:
-    implicit_gemm_classes.schedules.cache_clear()
-    searched = implicit_gemm_classes.schedules(LAYER, H200)
-    implicit_gemm_classes.schedules.cache_clear()
-    assert implicit_gemm_classes.schedules(LAYER, H200) == searched
-    assert implicit_gemm_classes.schedules(LAYER, H200) is not searched
-    implicit_gemm_classes.schedules.cache_clear()
+def test_kernels_are_the_same_from_disk() -> None:
+    layer = of_any_size(LAYER)
+    kernels_of.cache_clear()
+    searched = kernels_of(layer, H200)
+    kernels_of.cache_clear()
+    assert kernels_of(layer, H200) == searched
+    assert kernels_of(layer, H200) is not searched
+    kernels_of.cache_clear()
+
+
+def test_what_a_problem_has_computed_does_not_change_its_file(directory: Path) -> None:
+    """Properties that are computed once are kept in the problem, but are no part of it."""
+    planner, layers = Planner(), [of_any_size(LAYER), replace(of_any_size(LAYER))]
+    planner.in_a_new_process()(layers[0], 4)
+    assert (layers[1].flat, layers[1].positions, layers[1].phases) == (False, (64, 64), (2, 2))
+    assert layers[0] == layers[1]
+    assert planner.in_a_new_process()(layers[1], 4) == (layers[0], 4)
+    assert planner.searches == 1
+    assert len(list(directory.iterdir())) == 1

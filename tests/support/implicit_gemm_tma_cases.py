@@ -14,10 +14,8 @@ from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward import implicit_gemm_layout as forward_layout
 from tconv_swap.kernels.forward import implicit_gemm_memory as forward_memory
-from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
 from tconv_swap.kernels.forward import implicit_gemm_stagger as forward_stagger
-from tconv_swap.kernels.forward import implicit_gemm_tma_choice as forward_tma_choice
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -89,7 +87,7 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     tma_weights = rng.random() < 0.5 and forward_layout.supports_tma_weights(posed)
     other = replace(tile, tma_weights=tma_weights, whole_lines=tma_weights)
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
-    if blocks_of_weights * posed.geometry.groups * len(forward_layout.group_taps(posed)) == 1:
+    if blocks_of_weights * posed.geometry.groups * len(posed.group_taps) == 1:
         other = replace(other, resident_weights=rng.random() < 0.5)
     if forward_stagger.can_stagger(posed, other):
         taps = forward_stagger.products(posed, other)
@@ -118,7 +116,7 @@ def staggered_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem,
             geometry, dtype, "tf32", True, rng.random() < 0.5, rng.random() < 0.5
         )
         found = [(p, t) for p, t in forward_choice.candidates(posed, H200) if t.tma]
-        p, tile = rng.choice(found[:3])
+        p, tile = rng.choice(found)
         tile = replace(tile, stages=rng.choice((2, 3)), stagger=0)
         if forward_stagger.can_stagger(p, tile):
             taps = forward_stagger.products(p, tile)
@@ -146,7 +144,7 @@ def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
         posed = replace(posed, input_channels_last=True, nhwc_copy=True)
-        found = [entry for entry in forward_tma_choice.tma_tiles(posed, H200) if entry[1].by_rows]
+        found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].by_rows]
         if found:
             return rng.choice(found)
 
@@ -166,6 +164,30 @@ def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
         posed = replace(posed, aligned=forward_layout.can_be_aligned(posed))
-        found = [entry for entry in forward_nchw.candidates(posed, H200) if entry[1].pixel_major]
+        found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].pixel_major]
         if found:
             return rng.choice(found)
+
+
+def split_case(rng: random.Random, dtype: torch.dtype, channels_last: bool) -> tuple[TileProblem, Tile]:
+    """Returns a problem of few positions and many channels, with a tile whose sum over channels is split."""
+    while True:
+        kernel, stride, padding = rng.choice(((4, 2, 1), (3, 1, 1), (2, 2, 0), (1, 1, 0)))
+        geometry = Geometry(
+            rng.randint(1, 3),
+            rng.choice((512, 640, 1024)),
+            rng.randint(2, 9),
+            rng.choice((2, 4, 5, 8)),
+            rng.choice((16, 40, 64, 128)),
+            (kernel, kernel),
+            (stride, stride),
+            (padding, padding),
+        )
+        posed = forward_layout.make_problem(
+            geometry, dtype, "tf32", channels_last, channels_last, rng.random() < 0.5
+        )
+        posed = replace(posed, aligned=not channels_last and forward_layout.can_be_aligned(posed))
+        found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].splits > 1]
+        if found:
+            problem, tile = rng.choice(found)
+            return problem, replace(tile, splits=rng.choice((2, 3, 4, 8)))

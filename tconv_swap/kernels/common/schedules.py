@@ -29,6 +29,8 @@ MORE_SIZES = (
     *((40, 20, 20), (100, 12, 12), (24, 24, 24), (8, 25, 25), (2, 100, 100)),
 )
 PATCHES = (8, 37, 37)
+#: Of pose networks, whose sides are no powers of two, and of photographs.
+FURTHER_SIZES = ((32, 8, 6), (12, 24, 18), (4, 512, 512))
 SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
     (8, 1, 512),
     (4, 1, 512),
@@ -119,6 +121,25 @@ def _weight_of(layer: Problem, geometry: Geometry) -> float:
     low, high = MAP_CHANNEL_COLUMNS
     columns = layer.geometry.in_channels_per_group * geometry.width
     return 1.0 if low <= columns <= high else UNUSUAL
+
+
+def representative_sizes(
+    one_row: bool, patches: bool, channels: int, further: Sequence[tuple[int, int, int]] = ()
+) -> list[tuple[tuple[int, int, int], float]]:
+    """Returns batch, rows and columns of the maps that represent all sizes of a layer, and the weight of each.
+
+    ``one_row``: the layer is of one dimension. ``patches``: its kernel is its stride. ``channels``: those of a group
+    that usual numbers of columns go with; ``further``: other maps.
+    """
+    if one_row:
+        rows = (*SIZES_OF_ONE_ROW, *MORE_SIZES_OF_ONE_ROW)
+        return [(size, SINGLE if size[0] == 1 else 1.0) for size in rows]
+    least, most = CHANNEL_COLUMNS
+    found = []
+    for size in (*SIZES, *MORE_SIZES, *further):
+        usual = least <= channels * size[2] <= most
+        found.append((size, (SINGLE if size[0] == 1 else 1.0) * (1.0 if usual else UNUSUAL)))
+    return [*found, (PATCHES, 1.0)] if patches else found
 
 
 class Timed(NamedTuple):

@@ -12,14 +12,12 @@ from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
 from tconv_swap.kernels.common.sizes import divisor, tile_sizes
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
-from tconv_swap.kernels.forward.implicit_gemm_classes import choose, of_any_size
 from tconv_swap.kernels.forward.implicit_gemm_clocks import CLOCKS_OF_MICROSECOND, expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_fit import PRODUCER_REGISTERS, STAGING_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
     TileProblem,
     block_count,
-    group_taps,
     make_problem,
 )
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
@@ -28,6 +26,7 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
     shared_bytes,
     stores_lines,
 )
+from tconv_swap.kernels.forward.implicit_gemm_selection import choose, of_any_size
 from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape, shape_words
 from tconv_swap.kernels.forward.implicit_gemm_tensor_maps import input_map, nchw_map, weight_map
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import TMA_PRODUCER_REGISTERS
@@ -139,7 +138,7 @@ def supports(problem: TileProblem, device: Device) -> bool:
     # The code of each phase group is compiled separately, and with few channels most of a tile is padding.
     if min(_channels(problem)) < 8:
         return False
-    return len(group_taps(problem)) <= MAX_PHASE_GROUPS
+    return len(problem.group_taps) <= MAX_PHASE_GROUPS
 
 
 def _channels(problem: TileProblem) -> tuple[int, int]:
@@ -188,7 +187,7 @@ def pack_launch(problem: TileProblem, tile: Tile) -> tuple[Launch, int]:
     m_tiles = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile)) * tile.block_m // 16
     steps = round_up(problem.words, tile.chunk_words) // STEP_WORDS
     packed_bytes = (
-        m_tiles * geometry.groups * steps * sum(group_taps(problem)) * problem.parts * TAP_TILE_BYTES
+        m_tiles * geometry.groups * steps * sum(problem.group_taps) * problem.parts * TAP_TILE_BYTES
     )
     pack = Launch(
         Kernel(
@@ -262,7 +261,7 @@ def _compiled(layer: TileProblem, tile: Tile) -> Compiled:
         entry = "forward_implicit_gemm_tma_nchw"
     producers: tuple[tuple[str, Constant], ...] = ()
     if tile.tma:
-        taps = layer.geometry.taps if len(group_taps(layer)) == 1 else 1
+        taps = layer.geometry.taps if len(layer.group_taps) == 1 else 1
         producers = (
             ("PRODUCER_REGISTERS", TMA_PRODUCER_REGISTERS),
             ("BOX_TAPS", taps),

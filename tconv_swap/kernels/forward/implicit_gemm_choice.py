@@ -1,10 +1,11 @@
-"""The tiles of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu that are worth measuring for one size,
-the best first, by a rule that follows measurements (docs/kernels/forward/implicit_gemm.md). Pure functions of data."""
+"""The tiles of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu that suit one size of a layer, of
+which forward/implicit_gemm_selection.py selects by their expected clocks. Pure functions of data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from tconv_swap.kernels.forward.implicit_gemm_fit import (
     fit_rows,
@@ -16,8 +17,9 @@ from tconv_swap.kernels.forward.implicit_gemm_fit import (
 )
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
 from tconv_swap.kernels.forward.implicit_gemm_memory import supports_tma_nchw
+from tconv_swap.kernels.forward.implicit_gemm_nchw import tma_tiles_of_nchw
 from tconv_swap.kernels.forward.implicit_gemm_stagger import staggered
-from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
+from tconv_swap.kernels.forward.implicit_gemm_tma_choice import Depths, tma_tiles
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -25,44 +27,61 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 #: planes and the stages of NCHW chunks, of which the first that fits is taken.
 TRANSPOSER_REGISTERS = 72
 TRANSPOSER_STAGES = ((4, 4), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2))
+#: Stages of a block that has a multiprocessor to itself, of which the most that fit are taken.
+STAGES_OF_ONE_BLOCK = (6, 5, 4, 3)
 
 
 def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Yields the tiles that are worth measuring, the one that is expected to be the fastest first."""
+    """Yields the tiles that suit this size, with the problem as their kernels see it. Of tiles that leave
+    multiprocessors idle there are further ones: with a sum over channels that is split, and with more stages for blocks
+    that have a multiprocessor to themselves."""
+    found: set[tuple[TileProblem, Tile]] = set()
+    for posed, depths in _kinds(problem, device):
+        first = next(depths())
+        splits = (1, 2) if split_k(posed, first, device.multiprocessors) > 1 else (1,)
+        alone = block_count(posed, first) <= device.multiprocessors and not first.nchw_stages
+        for way in (depths, partial(_of_one_block, depths)) if alone else (depths,):
+            for tile in (_first_that_fits(posed, way, count, device) for count in splits):
+                if tile is not None and (posed, tile) not in found:
+                    found.add((posed, tile))
+                    yield posed, tile
 
-    def fits(variant: TileProblem, tile: Tile) -> bool:
-        return fits_device(variant, tile, device)
 
-    ranked: list[tuple[TileProblem, Tile]] = []
+def _of_one_block(depths: Depths) -> Iterator[Tile]:
+    """Yields the tile of a block that has a multiprocessor to itself, the most stages first."""
+    kinds = dict.fromkeys(replace(tile, blocks_per_multiprocessor=1, stages=0) for tile in depths())
+    for stages in STAGES_OF_ONE_BLOCK:
+        yield from (replace(kind, stages=stages) for kind in kinds)
+
+
+def _first_that_fits(problem: TileProblem, depths: Depths, splits: int, device: Device) -> Tile | None:
+    split = depths()
+    if splits > 1:
+        # Weights that stay in shared memory are those of the whole sum.
+        split = (replace(tile, splits=splits) for tile in split if not tile.resident_weights)
+    fitting = next((tile for tile in split if fits_device(problem, tile, device)), None)
+    if fitting is None:
+        return None
+    later = staggered(problem, fitting, device.multiprocessors)
+    return later if later is fitting or fits_device(problem, later, device) else fitting
+
+
+def _kinds(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Depths]]:
+    """Yields the tiles of all kernels."""
     if device.architecture == "sm_90a" and problem.precision != "IEEE":
         stacked = _stacked(problem)
         if problem.input_channels_last:
-            ranked += tma_tiles(stacked, device)
+            yield from tma_tiles(stacked)
         else:
-            deepest: dict[Tile, Tile] = {}
-            for tile in (*_tma_nchw_tiles(stacked), *_wgmma_tiles(stacked)):
-                if fits(stacked, tile):
-                    kind = replace(tile, stages=0, nchw_stages=int(tile.nchw_stages > 0), subtile_bytes=0)
-                    deepest.setdefault(kind, tile)
-            ranked += [(stacked, tile) for tile in deepest.values()]
-    ranked += [(problem, tile) for tile in _mma_tiles(problem)]
-    ranked = [
-        (variant, split_k(variant, tile, device.multiprocessors))
-        for variant, tile in ranked
-        if fits(variant, tile)
-    ]
+            yield from tma_tiles_of_nchw(problem)
+            for depths in (*_tma_nchw_tiles(stacked), *_wgmma_tiles(stacked)):
+                yield stacked, depths
+    for depths in _mma_tiles(problem):
+        yield problem, depths
 
-    # Where each multiprocessor has at most one block, that block may take all the memory: more stages hide more
-    # latency.
-    def deepened(variant: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
-        if block_count(variant, tile) <= device.multiprocessors and not tile.nchw_stages:
-            deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
-            tile = next((deep for deep in deeper if fits(variant, deep)), tile)
-        return variant, _staggered(variant, tile, device)
 
-    # A tile that leaves multiprocessors idle comes last, even if it is the fastest where all multiprocessors have work.
-    ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * device.multiprocessors)
-    yield from (deepened(*entry) for entry in ranked)
+def _staged(tile: Tile, stages: Iterable[int]) -> Iterator[Tile]:
+    return (replace(tile, stages=count) for count in stages)
 
 
 def _stacked(problem: TileProblem) -> TileProblem:
@@ -75,12 +94,7 @@ def _stacked(problem: TileProblem) -> TileProblem:
     return replace(problem, stack=rows)
 
 
-def _staggered(problem: TileProblem, tile: Tile, device: Device) -> Tile:
-    found = staggered(problem, tile, device.multiprocessors)
-    return found if fits_device(problem, found, device) else tile
-
-
-def _tma_nchw_tiles(problem: TileProblem) -> Iterator[Tile]:
+def _tma_nchw_tiles(problem: TileProblem) -> Iterator[Depths]:
     """Yields tiles of forward/implicit_gemm_tma_nchw.cu where it was faster than forward/implicit_gemm_wgmma.cu
     (docs/kernels/forward/implicit_gemm_tma_nchw.md)."""
     geometry = problem.geometry
@@ -116,13 +130,16 @@ def _tma_nchw_tiles(problem: TileProblem) -> Iterator[Tile]:
     if multiplied_fragments(shape) < 8 or chunk_words > max(8, problem.words):
         return
     tile = Tile(4, 1, *shape, chunk_words, 2, 1, wgmma=True, producer_warps=producer_warps)
+    if supports_tma_nchw(problem, tile):
+        yield partial(_transposing, tile)
+
+
+def _transposing(tile: Tile) -> Iterator[Tile]:
     for stages, nchw_stages in TRANSPOSER_STAGES:
-        staged = replace(tile, stages=stages, nchw_stages=nchw_stages)
-        if supports_tma_nchw(problem, staged):
-            yield staged
+        yield replace(tile, stages=stages, nchw_stages=nchw_stages)
 
 
-def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
+def _wgmma_tiles(problem: TileProblem) -> Iterator[Depths]:
     geometry = problem.geometry
     channels = geometry.out_channels_per_group * problem.stack
     if channels <= 32:
@@ -135,49 +152,43 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     if problem.stack > 1 and phases == 1 and geometry.kernel[1] <= 3 and not problem.flat:
         shape = tile_fragments(problem, 16, 2, 1)
         if shape[5] == 16:
-            for stages in range(5, 1, -1):
-                yield Tile(4, 1, *shape, 8, stages, 1, wgmma=True, producer_warps=12)
+            yield partial(_staged, Tile(4, 1, *shape, 8, 2, 1, wgmma=True, producer_warps=12), (5, 4, 3, 2))
     # Rows of 32 positions are stored in longer segments in NCHW; with a wide kernel their halo costs more than that
     # gains.
     short_rows = problem.item == 4 or geometry.kernel[1] > 3
     max_rows = 16 if phases == 1 and short_rows else 8
-    for (groups_m, groups_n, blocks), chunk_words in _wgmma_shapes(problem):
-        if groups_m == 2 and channels <= 64:
+    # With sums of 128 registers a thread, a multiprocessor has room for one block of two consumer warpgroups, or for
+    # two blocks of one.
+    for groups_m, groups_n, blocks in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        if groups_m == 2 and (channels <= 64 or (phases > 1 and not problem.flat)):
             continue
         for registers in (128, 64) if groups_m == groups_n == 1 else (128,):
             fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
             if fragments < 4:
                 continue
             shape = tile_fragments(problem, fragments, groups_n, max_rows)
-            if multiplied_fragments(shape) < 4 or chunk_words > max(8, problem.words):
+            if multiplied_fragments(shape) < 4:
                 continue
-            tile = Tile(
-                4 * groups_m, 1, *shape, chunk_words, 2, blocks, wgmma=True, producer_warps=8 // blocks
-            )
-            # A large chunk pays only with enough stages.
-            min_stages = 3 if chunk_words > 8 else 2
-            for fitted in fit_rows(problem, tile):
-                for stages in range(5, min_stages - 1, -1):
-                    yield replace(fitted, stages=stages)
-                if min_stages == 2:
-                    yield replace(fitted, subtile_bytes=2048)
+            for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
+                if chunk_words > max(8, problem.words):
+                    continue
+                tile = Tile(
+                    4 * groups_m, 1, *shape, chunk_words, 2, blocks, wgmma=True, producer_warps=8 // blocks
+                )
+                for fitted in fit_rows(problem, tile):
+                    yield partial(_staged_by_threads, fitted)
 
 
-def _wgmma_shapes(problem: TileProblem) -> list[tuple[tuple[int, int, int], int]]:
-    """Returns pairs of ((warpgroups along the output channels, warpgroups along the positions, blocks of a
-    multiprocessor), words of a chunk), the fastest first, as measured. With sums of 128 registers a thread, a
-    multiprocessor has room for one block of two consumer warpgroups, or for two blocks of one."""
-    wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
-    if problem.flat:
-        # Where pixels are loaded one at a time, a block of many channels and few pixels is faster.
-        shapes = (narrow, wide, single) if problem.aligned else (wide, narrow, single)
-        return [(shape, words) for shape in shapes for words in (16, 8)]
-    if problem.phases[0] * problem.phases[1] == 1:
-        return [(shape, 8) for shape in (narrow, wide, single)]
-    return [(narrow, 8), (single, 8)] if problem.item == 2 else [(narrow, 16), (narrow, 8), (single, 8)]
+def _staged_by_threads(tile: Tile) -> Iterator[Tile]:
+    """Yields a tile of forward/implicit_gemm_wgmma.cu with each number of stages. A large chunk pays only with enough
+    stages."""
+    yield from _staged(tile, (5, 4, 3))
+    if tile.chunk_words == 8:
+        yield replace(tile, stages=2)
+        yield replace(tile, stages=2, subtile_bytes=2048)
 
 
-def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
+def _mma_tiles(problem: TileProblem) -> Iterator[Depths]:
     """Yields tiles of forward/implicit_gemm_mma.cu."""
     phases = problem.phases[0] * problem.phases[1]
     tiles_of_channels = ceil_div(problem.geometry.out_channels_per_group, 16)
@@ -191,8 +202,7 @@ def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
             shape = tile_fragments(problem, fragments, 4 // warps_m, 8)
             if shape[2] < 2 and not problem.input_channels_last:
                 continue
-            for stages in (3, 2):
-                for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
-                    yield Tile(warps_m, warp_m_tiles, *shape, chunk_words, stages, 2)
+            for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
+                yield partial(_staged, Tile(warps_m, warp_m_tiles, *shape, chunk_words, 3, 2), (3, 2))
     # The weights of every tap of many phases take so much shared memory that few blocks fit.
-    yield Tile(1, 1, *tile_fragments(problem, min(fragments, 4), 4, 8), 8, 2, 1)
+    yield partial(_staged, Tile(1, 1, *tile_fragments(problem, min(fragments, 4), 4, 8), 8, 2, 1), (2,))

@@ -1,162 +1,239 @@
-"""The clocks that tiles of the forward implicit GEMM are expected to take for a size: they rank the tiles of a layer,
-and those that load NCHW beside those that load a copy in channels_last. Pure functions of data.
+"""The clocks that tiles of the forward implicit GEMM are expected to take for a size: they select the kernels of a
+layer, and the one that computes a size. Pure functions of data.
 
-The constants are fitted to 8,986 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on an H100, in
-clocks of 1.7 GHz; the standard deviation of the logarithm is 0.20 (docs/choice-by-cost.md).
+The constants are fitted to 26,087 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on H100s, in
+clocks of 1.7 GHz; the standard deviation of the logarithm is 0.13 (docs/selection.md).
 """
 
 from __future__ import annotations
 
 from math import gcd
 
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, group_taps
-from tconv_swap.kernels.forward.implicit_gemm_memory import copies_of_stage, loaded_pixels
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
+from tconv_swap.kernels.forward.implicit_gemm_memory import (
+    copied_elements,
+    copied_rows,
+    copies_of_stage,
+    loaded_pixels,
+)
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 CLOCKS_OF_MICROSECOND = 1700
 #: Clocks of the launches, and of the one that copies an NCHW input to channels_last.
-LAUNCH_CLOCKS, COPY_LAUNCH_CLOCKS = 12700, 3900
+LAUNCH_CLOCKS, COPY_LAUNCH_CLOCKS = 13800, 2570
 #: How many times as fast a plan has to be that copies its input: the copy takes memory.
 COPY_MARGIN = 1.03
-#: Clocks of a byte of input and output; further ones of a byte of NCHW output whose rows are no whole sectors of memory
-#: (of SECTOR_BYTES); of a byte of the weights that is read or written to pack them, of a byte that is read or written
-#: to copy an input, and of a byte of partial sums.
-BYTE_CLOCKS, RAGGED_BYTE_CLOCKS, SECTOR_BYTES = 0.0003, 0.0004, 32
-PACKED_BYTE_CLOCKS, COPIED_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.001, 0.0005, 0.001
-#: Clocks of a byte of input for each group of output channels whose blocks read it, by threads and by the copy engine.
-REREAD_BYTE_CLOCKS, REREAD_BYTE_CLOCKS_TMA = 0.00019, 0.00001
-#: Clocks of a tile; of a multiply, over the multiplier's rate; of a byte of a stage's input and of its weights.
-TILE_CLOCKS, MULTIPLY_CLOCKS = 800, 0.64
-INPUT_BYTE_CLOCKS, WEIGHT_BYTE_CLOCKS = 0.024, 0.006
-#: Clocks of one copy of a thread, where threads load the input; of a chunk by mma.sync.
-THREAD_COPY_CLOCKS, CHUNK_CLOCKS = 7.3, 115
-#: Clocks of a store in NCHW by wgmma's warps and by those of mma.sync, which store from registers; and of a store in
-#: channels_last beyond those of 16 bytes.
-STORE_CLOCKS, STORE_CLOCKS_MMA, SHORT_STORE_CLOCKS = 0.24, 0.44, 0.57
-#: How much longer multiplies take: by mma.sync; the products of float32; by wgmma where threads load the input, and
-#: where they transpose what the copy engine loads; with a pixel-major input.
-MMA, IEEE, OF_THREADS, TRANSPOSED, PIXEL_MAJOR = 2.76, 3.3, 1.59, 1.7, 0.48
-#: How much longer all of a tile takes whose weights are read in their own layout (its rows are stored slower); of
-#: narrow maps, whose boxes for each shift are mostly in the L2; with two stages; with a warpgroup that is the only one
-#: of a multiprocessor (all loaded by the copy engine).
-OWN_LAYOUT, NARROW, TWO_STAGES, LONE_WARPGROUP = 1.13, 0.8, 1.5, 1.25
-#: The same where threads load the input: the copies of several images; by mma.sync, a block that is the only one of a
-#: multiprocessor; by wgmma, output rows stacked in several rows of positions, and the share by which rows of one
-#: fragment take longer.
-SEVERAL_IMAGES, LONE_BLOCK, STACKED, SHORT_ROWS = 4.4, 1.4, 1.65, 0.28
-#: The copies of several images that a thread of wgmma's producers makes for a stage, from which each takes longer the
-#: more there are, and the power of that (their offsets take registers).
-MANY_COPIES, MANY_COPIES_POWER = 27, 1.5
-#: The same of groups of channels by wgmma: their sums are short.
-GROUPS = 1.48
-#: Clocks for each position of a dense tile: the places of its outputs are computed by divisions.
-DENSE_CLOCKS = 10
-#: The share of a round's clocks that its blocks take because they load at the same time: half as many blocks save half
-#: of it, fewer no more.
-CROWDING = 0.3
-#: Multiply-adds of a multiprocessor in a clock for each element of a word of 32 bits.
+#: Clocks of a byte of input and output; of a byte of the weights that is read or written to pack them, of a byte that
+#: is read or written to copy an input, and of a byte of partial sums.
+BYTE_CLOCKS, PACKED_BYTE_CLOCKS, COPIED_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = (
+    0.000341,
+    0.000728,
+    0.000684,
+    0.00127,
+)
+#: Further clocks of a byte of NCHW output whose rows are no whole sectors of memory (of SECTOR_BYTES): where threads
+#: load the input of wgmma, where they transpose it, and elsewhere; by wgmma and without transposing also with more than
+#: NEAR_BYTES of input and output, which the L2 has not always.
+SECTOR_BYTES, NEAR_BYTES = 32, 48 << 20
+RAGGED_OF_THREADS, RAGGED_TRANSPOSED, RAGGED_BYTE_CLOCKS = 0.000169, 0.000318, 0.000657
+RAGGED_FAR = 0.000557
+#: Clocks of a byte of input for each further group of output channels whose blocks read it, where threads load it.
+REREAD_BYTE_CLOCKS = 0.000148
+#: Multiply-adds of a multiprocessor in a clock for each element of a word of 32 bits; the clocks that a multiply takes
+#: over those, where the copy engine loads the input, where threads do in TF32 and in 16 bits, where they transpose what
+#: it loads, and by mma.sync; how many times as long the three products of float32 take.
 MULTIPLY_MACS = 1024
+MULTIPLY_CLOCKS, OF_THREADS, OF_THREADS_16_BITS, TRANSPOSED = 0.823, 0.405, 0.527, 0.956
+MMA, IEEE = 1.36, 3.84
+#: Clocks of a byte of a stage's weights; how many times as long weights of more than LARGE_WEIGHTS bytes take, which
+#: the L2 has not always.
+WEIGHT_BYTE_CLOCKS, LARGE_WEIGHTS, FAR_WEIGHTS = 0.0131, 16 << 20, 1.18
+#: The share by which a block takes longer than one of two that share a multiprocessor, if the other one is missing.
+LONE_BLOCK = 0.567
+#: By wgmma, groups of channels: their sums are short.
+GROUPS = 1.21
+
+#: Loaded by the copy engine: clocks of a tile, of each position of a dense tile, whose outputs' places are computed by
+#: divisions, and of a byte of a stage's input; how many times as long the latter takes whose pixels are no whole lines
+#: of memory (of LINE_BYTES), and of narrow maps, which are loaded once for each shift; the share of the shorter one of
+#: loads and multiplies that does not overlap with the other one; and how many times as long the loop takes with weights
+#: that are read in their own layout (whose sums are stored slower), and with two stages.
+TILE_CLOCKS, DENSE_CLOCKS, INPUT_BYTE_CLOCKS = 215, 7.05, 0.0161
+RAGGED_PIXELS, LINE_BYTES, NARROW, NOT_OVERLAPPED = 2.27, 128, 1.4, 0.317
+OWN_LAYOUT, TWO_STAGES = 1.08, 1.31
+
+#: Loaded by threads, by wgmma: clocks of a copy of a thread and of a byte that it copies, and how many times as long
+#: they take in 16 bits, of several images, and with more than NEAR_BYTES of input and output; the share by which they
+#: take longer, for each MANY_COPIES above MANY_COPIES that a thread makes for a stage, beside sums of 128 registers;
+#: and clocks of a row of pixels of a channel, over the threads.
+COPY_CLOCKS, COPY_BYTE_CLOCKS, COPIED_ROW_CLOCKS = 5.98, 7.07, 20.4
+COPY_16_BITS, SEVERAL_IMAGES, FAR_INPUT = 0.916, 1.52, 1.48
+MANY_COPIES, CROWDED, CROWDED_FRAGMENTS = 16, 0.81, 32
+#: How many times as long the loop takes with two stages, with two warpgroups of consumers, with one that is the only
+#: one of a multiprocessor, and in 16 bits where the taps of a row are WIDE_REACH pixels or more apart, at stride 1.
+TWO_STAGES_OF_THREADS, TWO_WARPGROUPS, ONE_WARPGROUP = 1.27, 1.21, 1.18
+WIDE_REACH, WIDE_16_BITS = 4, 1.22
+#: Where the copy engine loads NCHW and threads transpose it: clocks of a row of pixels of a channel.
+TRANSPOSED_ROW_CLOCKS = 6.77
+
+#: By mma.sync: clocks of a copy in NCHW and in channels_last, and of a byte that is copied; how many times as long they
+#: take with several images, and with narrow maps; how many times as long a tile takes whose block is the only one of a
+#: multiprocessor.
+MMA_COPY_CLOCKS, MMA_COPY_CLOCKS_NHWC, MMA_COPY_BYTE_CLOCKS = 0.06, 0.145, 0.0258
+MMA_SEVERAL_IMAGES, MMA_NARROW, MMA_ONE_BLOCK = 1.17, 1.76, 1.25
+
+#: Clocks of a store in NCHW by wgmma's warps, where the copy engine loads the input and where threads do, then of a
+#: byte as well; and by mma.sync, which stores from registers, in NCHW and in channels_last.
+STORE_CLOCKS, STORE_CLOCKS_OF_THREADS, STORED_BYTE_CLOCKS = 0.281, 0.177, 0.0219
+STORE_CLOCKS_MMA, STORE_CLOCKS_MMA_NHWC = 0.505, 0.334
+#: In channels_last by wgmma's warps: clocks of a store beyond those of 16 bytes, and of a byte, and how many times as
+#: long the latter takes where blocks of their own store each group of phases.
+SHORT_STORE_CLOCKS, STORED_BYTE_CLOCKS_NHWC, OF_PHASES = 0.395, 0.0103, 1.93
 
 
 def expected_clocks(problem: TileProblem, tile: Tile, multiprocessors: int) -> float:
     """Returns the expected clocks of a size with this tile."""
     geometry, resident = problem.geometry, multiprocessors * tile.blocks_per_multiprocessor
     # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
-    blocks = block_count(problem, tile)
-    rounds = blocks // resident * tile.blocks_per_multiprocessor + ceil_div(
-        blocks % resident, multiprocessors
-    )
-    loop = _loop_clocks(problem, tile) * (GROUPS if tile.wgmma and geometry.groups > 1 else 1.0)
-    of_tile = TILE_CLOCKS + loop + _store_clocks(problem, tile)
-    if not tile.wgmma and min(tile.blocks_per_multiprocessor, ceil_div(blocks, multiprocessors)) == 1:
-        of_tile *= LONE_BLOCK
-    if blocks <= resident:
-        of_tile *= 1 - CROWDING * (1 - max(0.5, blocks / resident))
+    rounds, rest = divmod(block_count(problem, tile), resident)
+    rounds = rounds * tile.blocks_per_multiprocessor + ceil_div(rest, multiprocessors)
+    lone = LONE_BLOCK if tile.blocks_per_multiprocessor > 1 and 0 < rest <= multiprocessors else 0.0
     inputs = geometry.batch * geometry.in_channels * geometry.height * geometry.width
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    packed = (
-        geometry.in_channels_per_group * geometry.out_channels * geometry.taps * problem.item * problem.parts
-    )
-    copied = COPY_LAUNCH_CLOCKS + COPIED_BYTE_CLOCKS * 2 * inputs * problem.item
-    row_bytes = geometry.out_width * problem.item
-    ragged = not problem.output_channels_last and not tile.by_rows and row_bytes % SECTOR_BYTES
-    readers = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile)) * len(
-        group_taps(problem)
-    )
-    reread = readers * (REREAD_BYTE_CLOCKS_TMA if tile.tma else REREAD_BYTE_CLOCKS)
-    clocks = (
-        LAUNCH_CLOCKS
-        + rounds * of_tile
-        + reread * inputs * problem.item
-        + BYTE_CLOCKS * (inputs + outputs) * problem.item
-        + (RAGGED_BYTE_CLOCKS * outputs * problem.item if ragged else 0)
-        + (0 if tile.tma_weights else PACKED_BYTE_CLOCKS * 2 * packed)
-        + (copied if problem.nhwc_copy else 0)
-        + (PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits if tile.splits > 1 else 0)
-    )
-    return clocks * (COPY_MARGIN if problem.nhwc_copy else 1.0)
-
-
-def _loop_clocks(problem: TileProblem, tile: Tile) -> float:
-    """Returns the clocks in which a block loads and multiplies a tile."""
-    elements_of_word = 4 // problem.item
-    summed = round_up(problem.words, tile.chunk_words) * elements_of_word / tile.splits
-    group_of_phases = group_taps(problem)
-    taps = sum(group_of_phases) / len(group_of_phases)
-    macs = tile.positions * tile.block_m * taps * summed
-    multiply = MULTIPLY_CLOCKS * macs / (MULTIPLY_MACS * elements_of_word)
-    weights = WEIGHT_BYTE_CLOCKS * tile.block_m * taps * summed * problem.item * problem.parts
+    clocks = LAUNCH_CLOCKS + (rounds + lone) * _tile_clocks(problem, tile) + BYTE_CLOCKS * problem.moved_bytes
+    if geometry.out_width * problem.item % SECTOR_BYTES and not (
+        problem.output_channels_last or tile.by_rows
+    ):
+        clocks += _ragged_byte_clocks(problem, tile) * outputs * problem.item
     if not tile.tma:
-        return _of_threads(problem, tile, multiply, weights)
-    clocks = (multiply + weights) * (PIXEL_MAJOR if tile.pixel_major else 1.0)
-    clocks += INPUT_BYTE_CLOCKS * loaded_pixels(problem, tile) * summed * problem.item
-    warpgroups = tile.blocks_per_multiprocessor * tile.warps_m * tile.warps_n // 4
-    clocks *= OWN_LAYOUT if tile.tma_weights else 1.0
-    clocks *= NARROW if tile.cols < 8 and not problem.flat else 1.0
-    clocks *= TWO_STAGES if tile.stages < 3 else 1.0
-    clocks *= LONE_WARPGROUP if warpgroups == 1 else 1.0
-    return clocks + (DENSE_CLOCKS * tile.positions if tile.dense else 0)
+        readers = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
+        further = readers * len(problem.group_taps) - 1
+        clocks += REREAD_BYTE_CLOCKS * further * inputs * problem.item
+    if not tile.tma_weights:
+        clocks += PACKED_BYTE_CLOCKS * 2 * _weight_bytes(problem)
+    if tile.splits > 1:
+        clocks += PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits
+    if problem.nhwc_copy:
+        clocks += COPY_LAUNCH_CLOCKS + COPIED_BYTE_CLOCKS * 2 * inputs * problem.item
+        clocks *= COPY_MARGIN
+    return clocks
 
 
-def _of_threads(problem: TileProblem, tile: Tile, multiply: float, weights: float) -> float:
-    """Returns the same where threads load the input."""
-    chunks = ceil_div(problem.words, tile.chunk_words) / tile.splits
-    copies = copies_of_stage(problem, tile)
-    loads = THREAD_COPY_CLOCKS * copies * chunks
-    if tile.images > 1 and not tile.nchw_stages:
-        loads *= SEVERAL_IMAGES
-        if tile.wgmma:
-            loads *= max(1.0, copies / MANY_COPIES) ** MANY_COPIES_POWER
-    if not tile.wgmma:
-        multiply *= MMA * (IEEE if problem.precision == "IEEE" else 1.0)
-        return multiply + weights + loads + CHUNK_CLOCKS * chunks
+def _ragged_byte_clocks(problem: TileProblem, tile: Tile) -> float:
+    """Returns the further clocks of a byte of NCHW output whose rows are no whole sectors of memory."""
     if tile.nchw_stages:
-        return TRANSPOSED * multiply + weights + loads
-    clocks = OF_THREADS * multiply + weights + loads
-    clocks *= STACKED if problem.stack > 1 and tile.rows > 2 else 1.0
-    return clocks if problem.flat else clocks * (1 + SHORT_ROWS * 8 / tile.cols)
+        return RAGGED_TRANSPOSED
+    clocks = RAGGED_OF_THREADS if tile.wgmma and not tile.tma else RAGGED_BYTE_CLOCKS
+    return clocks + (RAGGED_FAR if tile.wgmma and problem.moved_bytes > NEAR_BYTES else 0.0)
+
+
+def _weight_bytes(problem: TileProblem) -> int:
+    geometry = problem.geometry
+    weights = geometry.in_channels_per_group * geometry.out_channels * geometry.taps
+    return weights * problem.item * problem.parts
+
+
+def _tile_clocks(problem: TileProblem, tile: Tile) -> float:
+    """Returns the clocks in which a block loads, multiplies and stores a tile."""
+    of_word, groups = 4 // problem.item, problem.group_taps
+    summed = round_up(problem.words, tile.chunk_words) * of_word / tile.splits
+    chunks, taps = ceil_div(problem.words, tile.chunk_words) / tile.splits, sum(groups) / len(groups)
+    multiply = tile.positions * tile.block_m * taps * summed / (MULTIPLY_MACS * of_word)
+    weights = WEIGHT_BYTE_CLOCKS * tile.block_m * taps * summed * problem.item * problem.parts
+    if tile.tma:
+        loop = _loop_of_tma(problem, tile, multiply, weights, summed)
+    elif tile.nchw_stages:
+        loop = TRANSPOSED * multiply + TRANSPOSED_ROW_CLOCKS * copied_rows(problem, tile) * chunks
+    elif tile.wgmma:
+        multiply *= OF_THREADS_16_BITS if problem.item == 2 else OF_THREADS
+        loop = multiply + weights + _copy_clocks(problem, tile) * chunks
+        loop *= _of_consumers(problem, tile)
+    else:
+        multiply *= MMA * (IEEE if problem.precision == "IEEE" else 1.0)
+        loop = multiply + weights + _copy_clocks_mma(problem, tile) * chunks
+        loop *= MMA_ONE_BLOCK if tile.blocks_per_multiprocessor == 1 else 1.0
+    if problem.geometry.groups > 1 and tile.wgmma and not tile.nchw_stages:
+        loop *= GROUPS
+    return loop + _store_clocks(problem, tile)
+
+
+def _of_consumers(problem: TileProblem, tile: Tile) -> float:
+    """Returns how many times as long the loop of wgmma takes where threads load the input."""
+    warpgroups, (least, most) = tile.warps_m * tile.warps_n // 4, problem.shifts[1]
+    share = TWO_STAGES_OF_THREADS if tile.stages == 2 else 1.0
+    if warpgroups > 1:
+        share *= TWO_WARPGROUPS
+    elif tile.blocks_per_multiprocessor == 1:
+        share *= ONE_WARPGROUP
+    wide = max(problem.geometry.stride) == 1 and most - least >= WIDE_REACH
+    return share * (WIDE_16_BITS if wide and problem.item == 2 else 1.0)
+
+
+def _loop_of_tma(problem: TileProblem, tile: Tile, multiply: float, weights: float, summed: float) -> float:
+    """Returns the clocks in which the copy engine loads a tile and a block multiplies it."""
+    if _weight_bytes(problem) > LARGE_WEIGHTS:
+        weights *= FAR_WEIGHTS
+    ragged = problem.geometry.in_channels * problem.item % LINE_BYTES
+    inputs = INPUT_BYTE_CLOCKS * loaded_pixels(problem, tile) * summed * problem.item
+    inputs *= (RAGGED_PIXELS if ragged else 1.0) * (NARROW if _is_narrow(problem, tile) else 1.0)
+    multiply, loads = MULTIPLY_CLOCKS * multiply, weights + inputs
+    loop = max(multiply, loads) + NOT_OVERLAPPED * min(multiply, loads)
+    loop *= (OWN_LAYOUT if tile.tma_weights else 1.0) * (TWO_STAGES if tile.stages == 2 else 1.0)
+    return TILE_CLOCKS + loop + (DENSE_CLOCKS * tile.positions if tile.dense else 0)
+
+
+def _copy_clocks(problem: TileProblem, tile: Tile) -> float:
+    """Returns the clocks in which producer threads load a stage."""
+    copies = copies_of_stage(problem, tile)
+    clocks = copies * (COPY_CLOCKS + COPY_BYTE_CLOCKS * copied_elements(problem, tile) * problem.item)
+    clocks *= (COPY_16_BITS if problem.item == 2 else 1.0) * (SEVERAL_IMAGES if tile.images > 1 else 1.0)
+    clocks *= FAR_INPUT if problem.moved_bytes > NEAR_BYTES else 1.0
+    fragments = tile.warp_fragments * problem.phases[0] * problem.phases[1]
+    if fragments >= CROWDED_FRAGMENTS and copies > MANY_COPIES:
+        clocks *= 1 + CROWDED * (copies - MANY_COPIES) / MANY_COPIES
+    return clocks + COPIED_ROW_CLOCKS * copied_rows(problem, tile) / (32 * tile.producer_warps)
+
+
+def _copy_clocks_mma(problem: TileProblem, tile: Tile) -> float:
+    """Returns the clocks in which the threads of mma.sync load a stage."""
+    copies = copies_of_stage(problem, tile) * tile.threads
+    of_copy = MMA_COPY_CLOCKS_NHWC if problem.input_channels_last else MMA_COPY_CLOCKS
+    clocks = copies * (of_copy + MMA_COPY_BYTE_CLOCKS * copied_elements(problem, tile) * problem.item)
+    clocks *= MMA_SEVERAL_IMAGES if tile.images > 1 else 1.0
+    return clocks * (MMA_NARROW if _is_narrow(problem, tile) else 1.0)
+
+
+def _is_narrow(problem: TileProblem, tile: Tile) -> bool:
+    return tile.cols < 8 and not problem.flat
 
 
 def _store_clocks(problem: TileProblem, tile: Tile) -> float:
-    """Returns the clocks in which a block stores a tile; in channels_last the loop's constants contain those of stores
-    of 16 bytes."""
+    """Returns the clocks in which a block stores a tile."""
     channels = min(problem.block_channels(tile), problem.geometry.out_channels_per_group)
     rows = problem.stack if problem.stack > 1 else problem.phases[0]
     outputs = tile.positions * rows * problem.phases[1] * channels
-    if problem.output_channels_last:
-        most = 16 // (4 if tile.splits > 1 else problem.item)
-        of_store = gcd(problem.geometry.out_channels_per_group, most)
-        return SHORT_STORE_CLOCKS * outputs * (1 / of_store - 1 / most)
-    of_store = _outputs_of_store(problem, tile)
-    return (STORE_CLOCKS if tile.wgmma else STORE_CLOCKS_MMA) * outputs / of_store
+    item = 4 if tile.splits > 1 else problem.item
+    if not problem.output_channels_last:
+        stores = outputs / _outputs_of_store(problem, tile)
+        if not tile.wgmma:
+            return STORE_CLOCKS_MMA * stores
+        if tile.tma or tile.nchw_stages:
+            return STORE_CLOCKS * stores
+        return STORE_CLOCKS_OF_THREADS * stores + STORED_BYTE_CLOCKS * outputs * problem.item
+    most = 16 // item
+    of_store = gcd(problem.geometry.out_channels_per_group, most)
+    if not tile.wgmma:
+        return STORE_CLOCKS_MMA_NHWC * outputs / of_store
+    of_byte = STORED_BYTE_CLOCKS_NHWC * (OF_PHASES if len(problem.group_taps) > 1 else 1.0)
+    return SHORT_STORE_CLOCKS * outputs * (1 / of_store - 1 / most) + of_byte * outputs * problem.item
 
 
 def _outputs_of_store(problem: TileProblem, tile: Tile) -> int:
     """Returns the neighbouring outputs of one store in NCHW (forward/epilogue_warp.cuh, implicit_gemm_store.cuh)."""
-    (phase_rows, phase_cols), stride = problem.phases, problem.geometry.stride[1]
+    phase_cols, stride = problem.phases[1], problem.geometry.stride[1]
     most = 16 // (4 if tile.splits > 1 else problem.item)
-    if tile.by_rows and problem.flat:
-        return gcd(2 * phase_rows * phase_cols, most)
+    if tile.by_rows:  # segments that begin where sectors do
+        return most
     # The outputs of a warp's row, or of a position that has not all of its phases here.
     of_row = min(8, tile.cols) * phase_cols if phase_cols == stride else gcd(stride, phase_cols)
     if tile.wgmma:

@@ -43,15 +43,16 @@ def fits_device(problem: TileProblem, tile: Tile, device: Device) -> bool:
     return tile.blocks_per_multiprocessor * (shared_bytes(problem, tile) + 1024) <= room
 
 
-def split_k(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
-    """Returns the tile with its sum over input channels split over several blocks where there are few tiles."""
-    chunks, blocks = ceil_div(problem.words, tile.chunk_words), block_count(problem, tile)
+def split_k(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
+    """Returns over how many blocks the sum over input channels of a tile is split: several if there are few tiles."""
+    chunks = ceil_div(problem.words, tile.chunk_words)
+    blocks = block_count(problem, tile) // tile.splits
     splits = 1
     if 4 * blocks < 3 * multiprocessors:
         room = multiprocessors * tile.blocks_per_multiprocessor
         while splits < 8 and 2 * splits * blocks <= room and chunks >= 16 * splits:
             splits *= 2
-    return replace(tile, splits=splits)
+    return splits
 
 
 def power_above(n: int) -> int:
@@ -92,22 +93,26 @@ def multiplied_fragments(shape: Shape) -> int:
     return warp_cols if warp_rows == 1 else warp_rows
 
 
-def fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
-    """Yields the tile, and before it the tile with fewer rows where 16 rows waste a sixteenth of the positions or
-    more."""
-    height = problem.positions[0]
-    phases = problem.phases[0] * problem.phases[1]
+def rows_of_16(height: int) -> int:
+    """Returns the rows of a tile that has room for 16: fewer where 16 rows waste a sixteenth of the positions of a map
+    of this height or more."""
 
     def covered(rows: int) -> int:
         return round_up(height, rows)
 
-    if tile.warp_rows == tile.rows == 16 and height > 16:
-        rows = min(range(15, 7, -1), key=covered)
-        if 16 * covered(rows) <= 15 * covered(16):
-            lower = replace(tile, rows=rows, warp_rows=rows)
-            # The registers that are left may hold another column, if the producers give some of theirs.
-            if problem.input_channels_last and tile.warps_m == 8 and rows * 12 * phases <= MAX_SUMS:
-                cols = tile.cols // tile.warp_cols * 3
-                yield replace(lower, cols=cols, warp_cols=3)
-            yield lower
+    rows = min(range(15, 7, -1), key=covered)
+    return rows if height > 16 and 16 * covered(rows) <= 15 * covered(16) else 16
+
+
+def fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
+    """Yields the tile, and before it the tile with the rows that fit the map (``rows_of_16``)."""
+    rows = rows_of_16(problem.positions[0])
+    if tile.warp_rows == tile.rows == 16 > rows:
+        lower = replace(tile, rows=rows, warp_rows=rows)
+        # The registers that are left may hold another column, if the producers give some of theirs.
+        phases = problem.phases[0] * problem.phases[1]
+        if problem.input_channels_last and tile.warps_m == 8 and rows * 12 * phases <= MAX_SUMS:
+            cols = tile.cols // tile.warp_cols * 3
+            yield replace(lower, cols=cols, warp_cols=3)
+        yield lower
     yield tile

@@ -8,7 +8,7 @@ same inputs apart from the shift of each tap.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 
 import torch
@@ -127,7 +127,7 @@ class Tile:
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, because properties that many tiles read are computed once
 class TileProblem:
     """A transposed convolution as the kernel sees it. The stride in ``geometry`` may differ from the caller's where the
     input has one pixel: the result does not depend on it, and with stride = kernel each tap is a phase."""
@@ -165,12 +165,19 @@ class TileProblem:
     def parts(self) -> int:
         return 2 if self.precision == "IEEE" else 1
 
-    @property
+    @cached_property
     def words(self) -> int:
         """The 32-bit words of k of one group: each holds an input channel, or two of 16 bits."""
         return ceil_div(self.geometry.in_channels_per_group * self.item, 4)
 
     @property
+    def moved_bytes(self) -> int:
+        """The bytes of input and output together."""
+        g = self.geometry
+        inputs = g.batch * g.in_channels * g.height * g.width
+        return (inputs + g.batch * g.out_channels * g.out_height * g.out_width) * self.item
+
+    @cached_property
     def phases(self) -> Pair:
         """The rows and columns of phases that one block computes."""
         if self.block_phases is not None:
@@ -184,7 +191,7 @@ class TileProblem:
             return (1, 4)
         return (1, next(cols for cols in range(MAX_PHASES, 0, -1) if stride[1] % cols == 0))
 
-    @property
+    @cached_property
     def positions(self) -> Pair:
         """The rows and columns of positions of an image."""
         geometry = self.geometry
@@ -228,7 +235,7 @@ class TileProblem:
     def block_channels(self, tile: Tile) -> int:
         return tile.block_m // self.stack
 
-    @property
+    @cached_property
     def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The smallest and the largest distance from a position to the input pixel that a tap reads, along each
         axis."""
@@ -242,7 +249,7 @@ class TileProblem:
             )
         return _shift_bounds(kernel_h, stride_h, padding_h, dilation_h), of_cols
 
-    @property
+    @cached_property
     def flat(self) -> bool:
         """Whether no tap is shifted and no position is cut, so that the positions of all images can form one row."""
         geometry, (positions_h, positions_w) = self.geometry, self.positions
@@ -254,6 +261,22 @@ class TileProblem:
             and (positions_h, positions_w) == (geometry.height, geometry.width)
             and covered == (geometry.out_height, geometry.out_width)
         )
+
+    @cached_property
+    def group_taps(self) -> list[int]:
+        """The number of taps of each phase group."""
+        geometry, (phases_h, phases_w) = self.geometry, self.phases
+        taps_w = _axis_taps(
+            geometry.kernel[1], geometry.stride[1], geometry.padding[1], geometry.dilation[1], phases_w
+        )
+        if self.stack > 1:
+            min_shift, max_shift = self.shifts[0]
+            taps_h: tuple[int, ...] = (max_shift - min_shift + 1,)
+        else:
+            taps_h = _axis_taps(
+                geometry.kernel[0], geometry.stride[0], geometry.padding[0], geometry.dilation[0], phases_h
+            )
+        return [rows * cols for rows in taps_h for cols in taps_w]
 
 
 def make_problem(
@@ -306,22 +329,6 @@ def _shift_bounds(kernel: int, stride: int, padding: int, dilation: int) -> tupl
     return min(shifts), max(shifts)
 
 
-def group_taps(problem: TileProblem) -> list[int]:
-    """Returns the number of taps of each phase group."""
-    geometry, (phases_h, phases_w) = problem.geometry, problem.phases
-    taps_w = _axis_taps(
-        geometry.kernel[1], geometry.stride[1], geometry.padding[1], geometry.dilation[1], phases_w
-    )
-    if problem.stack > 1:
-        min_shift, max_shift = problem.shifts[0]
-        taps_h: tuple[int, ...] = (max_shift - min_shift + 1,)
-    else:
-        taps_h = _axis_taps(
-            geometry.kernel[0], geometry.stride[0], geometry.padding[0], geometry.dilation[0], phases_h
-        )
-    return [rows * cols for rows in taps_h for cols in taps_w]
-
-
 @lru_cache(maxsize=1024)
 def _axis_taps(kernel: int, stride: int, padding: int, dilation: int, phases: int) -> tuple[int, ...]:
     """Returns the number of taps along one axis of each group of ``phases``."""
@@ -367,4 +374,4 @@ def block_count(problem: TileProblem, tile: Tile) -> int:
             * ceil_div(positions_w, tile.cols)
         )
     m_blocks = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
-    return tiles * m_blocks * geometry.groups * len(group_taps(problem)) * tile.splits
+    return tiles * m_blocks * geometry.groups * len(problem.group_taps) * tile.splits

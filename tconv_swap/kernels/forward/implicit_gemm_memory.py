@@ -6,7 +6,7 @@ from __future__ import annotations
 import math as mathematics
 
 from tconv_swap.kernels.common.hardware import MAX_BOX
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map, group_taps
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
@@ -35,7 +35,7 @@ def aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
     return n
 
 
-def _copy_elements(problem: TileProblem, tile: Tile) -> int:
+def copied_elements(problem: TileProblem, tile: Tile) -> int:
     """Returns the elements of one copy to shared memory."""
     limit = 16 // problem.item
     if tile.nchw_stages:
@@ -56,7 +56,7 @@ def _halo_rows(problem: TileProblem, tile: Tile) -> int:
 def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     """Returns the bytes of shared memory of one block, as forward/implicit_gemm_layout.cuh lays it out; the kernels
     assert that both agree."""
-    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    copy_pixels = 1 if problem.input_channels_last else copied_elements(problem, tile)
     min_shift, max_shift = problem.shifts[1]
     shifts, left_pad = max_shift - min_shift + 1, min_shift % copy_pixels
     halo_h = _halo_rows(problem, tile)
@@ -85,7 +85,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
         input_words = tile.chunk_words * aligned_to(pixels, 8, 32, 8)
     input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
-    weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
+    weight_bytes = steps * max(problem.group_taps) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     if tile.resident_weights:
         stages = tile.stages * input_words * 4 + ceil_div(problem.words, tile.chunk_words) * weight_bytes
     else:
@@ -165,7 +165,13 @@ def copies_of_stage(problem: TileProblem, tile: Tile) -> float:
     if not problem.flat:
         pixels = tile.images * _halo_rows(problem, tile) * (tile.cols + most - least)
     threads = 32 * tile.producer_warps if tile.wgmma else tile.threads
-    return pixels * tile.chunk_words * 4 / problem.item / _copy_elements(problem, tile) / threads
+    return pixels * tile.chunk_words * 4 / problem.item / copied_elements(problem, tile) / threads
+
+
+def copied_rows(problem: TileProblem, tile: Tile) -> int:
+    """Returns how many rows of pixels of one channel a stage of an NCHW input has."""
+    rows = 1 if problem.flat else tile.images * _halo_rows(problem, tile)
+    return rows * tile.chunk_words * 4 // problem.item
 
 
 def producer_registers(problem: TileProblem, tile: Tile) -> int:
@@ -175,7 +181,7 @@ def producer_registers(problem: TileProblem, tile: Tile) -> int:
         columns, channels, rows = nchw_box(problem, tile)
         pieces = tile.images * rows * columns * channels * problem.item // 16
         return 2 * ceil_div(pieces, 32 * tile.producer_warps)
-    copy = _copy_elements(problem, tile)
+    copy = copied_elements(problem, tile)
     min_shift, max_shift = problem.shifts[1]
     copies_per_row = ceil_div(tile.cols + max_shift - min_shift, copy)
     copies = tile.images * _halo_rows(problem, tile) * copies_per_row * tile.chunk_words // 4

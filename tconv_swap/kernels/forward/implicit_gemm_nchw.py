@@ -1,33 +1,28 @@
-"""Tiles of csrc/kernels/forward/implicit_gemm_tma.cu for NCHW inputs, the best first. Pure functions of data."""
+"""Tiles of csrc/kernels/forward/implicit_gemm_tma.cu for NCHW inputs. Pure functions of data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
-from tconv_swap.kernels.forward.implicit_gemm_tma_choice import tma_tiles
-from tconv_swap.kernels.problem import Device
+from tconv_swap.kernels.forward.implicit_gemm_tma_choice import Depths, tma_tiles
 
 
-def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Yields tiles for an NCHW problem: first those that load the input in its own layout, then those that load a
-    channels_last copy."""
-    if device.architecture != "sm_90a" or problem.precision == "IEEE" or problem.input_channels_last:
-        return
-    if problem.item == 2 and problem.flat:
-        for variant, tile in tma_tiles(problem, device):
-            if supports_pixel_major(variant, tile):
-                yield variant, replace(tile, pixel_major=True)
-    geometry = problem.geometry
-    if (
-        geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item
-        > MAX_COPY_BYTES
-    ):
-        return
-    copied = replace(problem, input_channels_last=True, nhwc_copy=True, aligned=False)
-    yield from tma_tiles(copied, device)
+def tma_tiles_of_nchw(problem: TileProblem) -> Iterator[tuple[TileProblem, Depths]]:
+    """Yields tiles for an NCHW problem: of aligned images those that load the input in its own layout, of others those
+    that load a copy in channels_last."""
+    if not problem.aligned:
+        yield from tma_tiles(replace(problem, input_channels_last=True, nhwc_copy=True))
+    elif problem.item == 2 and problem.flat:
+        for posed, depths in tma_tiles(problem):
+            if supports_pixel_major(posed, next(depths())):
+                yield posed, partial(_pixel_major, depths)
+
+
+def _pixel_major(depths: Depths) -> Iterator[Tile]:
+    return (replace(tile, pixel_major=True) for tile in depths())
 
 
 def supports_pixel_major(problem: TileProblem, tile: Tile) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, group_taps
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
 from tconv_swap.kernels.forward.implicit_gemm_memory import STEP_WORDS
 from tconv_swap.runtime.integers import ceil_div
 
@@ -33,7 +33,7 @@ def can_stagger(problem: TileProblem, tile: Tile) -> bool:
         tile.tma
         and tile.warps_m * tile.warps_n == 8
         and tile.splits == 1
-        and len(group_taps(problem)) == 1
+        and len(problem.group_taps) == 1
         and 2 <= tile.stages <= ceil_div(problem.words, tile.chunk_words)
         and products(problem, tile) >= 2
     )
@@ -41,4 +41,4 @@ def can_stagger(problem: TileProblem, tile: Tile) -> bool:
 
 def products(problem: TileProblem, tile: Tile) -> int:
     """Returns the taps of all steps of a chunk, in which ``stagger`` counts."""
-    return group_taps(problem)[0] * tile.chunk_words // STEP_WORDS
+    return problem.group_taps[0] * tile.chunk_words // STEP_WORDS

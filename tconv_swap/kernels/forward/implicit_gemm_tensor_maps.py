@@ -3,7 +3,7 @@ forward/implicit_gemm_tma_nchw.cu multiply. Pure functions of data."""
 
 from __future__ import annotations
 
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, group_taps
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.kernels.forward.implicit_gemm_memory import box_pixels, box_shape, nchw_box
 from tconv_swap.kernels.forward.implicit_gemm_shape import dense_corners
 from tconv_swap.runtime.program import Argument, ElementKind, TensorMap, input_
@@ -87,7 +87,7 @@ def weight_map(problem: TileProblem, tile: Tile) -> TensorMap:
         _element(problem),
         sizes=(geometry.out_channels_per_group, channels, taps, geometry.groups),
         strides=(taps * tap, tap, channels * taps * tap),
-        box=(_WEIGHT_CHANNELS, tile.chunk_words * 4 // item, taps if len(group_taps(problem)) == 1 else 1, 1),
+        box=(_WEIGHT_CHANNELS, tile.chunk_words * 4 // item, taps if len(problem.group_taps) == 1 else 1, 1),
         steps=(1, 1, 1, 1),
     )
 

@@ -18,7 +18,6 @@ from tconv_swap.kernels.common.ranked import Ranked, in_turn
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
-from tconv_swap.kernels.forward.implicit_gemm_classes import choose
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     PRODUCER_THREADS,
     Tile,
@@ -26,6 +25,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     block_count,
     make_problem,
 )
+from tconv_swap.kernels.forward.implicit_gemm_selection import choose
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc

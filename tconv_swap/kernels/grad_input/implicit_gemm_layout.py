@@ -4,7 +4,7 @@ csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, TileProblem, make_problem
@@ -24,7 +24,7 @@ from tconv_swap.runtime.program import ELEMENT_TYPES, Constant
 ALIGNED_COLUMNS, ALIGNED_CELLS = 4, 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StridedProblem(TileProblem):
     """The gradient of the input as a convolution of grad_output. ``geometry`` has the channels exchanged, grad_output's
     size as input and grad_input's as output, the layer's padding, and stride 1. ``step``, the layer's stride, is the
@@ -35,7 +35,7 @@ class StridedProblem(TileProblem):
     #: Rows of grad_input are known to have an even number of columns.
     even: bool = False
 
-    @property
+    @cached_property
     def positions(self) -> Pair:
         """Returns the rows and columns of positions of an image: the pixels of grad_input."""
         return self.geometry.out_height, self.geometry.out_width
@@ -44,12 +44,6 @@ class StridedProblem(TileProblem):
     def grad_input_elements(self) -> int:
         """Returns how many elements grad_input has."""
         return self.geometry.batch * self.geometry.out_channels * self.positions[0] * self.positions[1]
-
-    @property
-    def moved_bytes(self) -> int:
-        """Returns the bytes of grad_output and grad_input together."""
-        g = self.geometry
-        return (g.batch * g.in_channels * g.height * g.width + self.grad_input_elements) * self.item
 
     @property
     def row_multiple(self) -> int:

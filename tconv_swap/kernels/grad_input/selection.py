@@ -12,17 +12,10 @@ from typing import Any
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import (
-    CHANNEL_COLUMNS,
     MAX_SCHEDULES,
-    MORE_SIZES,
-    MORE_SIZES_OF_ONE_ROW,
     ONE_PIXEL,
-    PATCHES,
-    SINGLE,
-    SIZES,
-    SIZES_OF_ONE_ROW,
-    UNUSUAL,
     Timed,
+    representative_sizes,
     select_of_families,
 )
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
@@ -162,16 +155,11 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
     """Returns the sizes that represent all sizes of a layer, and the weight of each."""
     if layer.one_pixel:
         return [sized(layer, *size) for size in ONE_PIXEL], [1.0] * len(ONE_PIXEL)
-    is_patches = layer.geometry.kernel == layer.step
-    least, most = CHANNEL_COLUMNS
     found: list[StridedProblem] = []
     weights: list[float] = []
-    sizes = (*SIZES, *MORE_SIZES, *((PATCHES,) if is_patches else ()))
-    for size in (*SIZES_OF_ONE_ROW, *MORE_SIZES_OF_ONE_ROW) if layer.one_row else sizes:
-        weight = SINGLE if size[0] == 1 else 1.0
-        if not layer.one_row and size != PATCHES:
-            usual = least <= layer.geometry.out_channels_per_group * size[2] <= most
-            weight *= 1.0 if usual else UNUSUAL
+    for size, weight in representative_sizes(
+        layer.one_row, layer.geometry.kernel == layer.step, layer.geometry.out_channels_per_group
+    ):
         # Layers have the smallest grad_output of a size, or one whose columns are whole strides: in NCHW other kernels
         # load its rows. Vocoders multiply the length of their input.
         smallest = sized(layer, *size)

@@ -11,17 +11,11 @@ from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.schedules import (
-    CHANNEL_COLUMNS,
+    FURTHER_SIZES,
     MAX_SCHEDULES,
-    MORE_SIZES,
-    MORE_SIZES_OF_ONE_ROW,
     ONE_PIXEL,
-    PATCHES,
-    SINGLE,
-    SIZES,
-    SIZES_OF_ONE_ROW,
-    UNUSUAL,
     Timed,
+    representative_sizes,
     select_of_families,
 )
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
@@ -42,9 +36,6 @@ from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 
-#: Batch, rows and columns of representative maps beside those of common/schedules.py: of pose networks, whose sides are
-#: no powers of two, and of photographs.
-FURTHER_SIZES = ((32, 8, 6), (12, 24, 18), (4, 512, 512))
 #: The share of the copy of grad_output that counts: the gradient of the input, which is mostly computed as well, may
 #: read it too.
 COPY_SHARE = 0.5
@@ -117,21 +108,14 @@ def representatives(layer: Problem) -> list[Representative]:
     g = layer.geometry
     if g.height == g.width == 1:
         return [Representative(_sized(g, *size), 1.0) for size in ONE_PIXEL]
-    one_row = g.kernel[0] == g.stride[0] == 1
-    patches = (PATCHES,) if g.kernel == g.stride else ()
-    sizes = (
-        (*SIZES_OF_ONE_ROW, *MORE_SIZES_OF_ONE_ROW)
-        if one_row
-        else (*SIZES, *MORE_SIZES, *FURTHER_SIZES, *patches)
+    weighted = representative_sizes(
+        g.kernel[0] == g.stride[0] == 1, g.kernel == g.stride, g.in_channels_per_group, FURTHER_SIZES
     )
-    least, most = CHANNEL_COLUMNS
     found = []
-    for size in sizes:
+    for size, weight in weighted:
         aligned = _sized(g, *size)
         both = {aligned} if layer.channels_last else {aligned, replace(aligned, output_padding=(0, 0))}
         both = {one for one in both if min(one.out_height, one.out_width) > 0}
-        usual = one_row or least <= g.in_channels_per_group * size[2] <= most
-        weight = (SINGLE if size[0] == 1 else 1.0) * (1.0 if usual else UNUSUAL)
         padded_first = sorted(both, key=lambda one: one.output_padding, reverse=True)
         found += [Representative(one, weight / len(both)) for one in padded_first]
     return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 from harness import assert_kernel_matches
+from size_cases import quotient
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
@@ -178,6 +180,42 @@ def test_the_cases_below_can_go_by_way_of_channels_last(geometry: Geometry) -> N
 def test_a_block_has_few_columns_where_blocks_are_few() -> None:
     few, many = Matrices(1, 64, 4096, torch.float16), Matrices(64, 512, 4096, torch.float16)
     assert block_for(few, H200).columns < block_for(many, H200).columns
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
+    """Each column of each matrix is in one block, and no block has more pieces than its threads load."""
+    rng = random.Random(3)
+    for _ in range(300):
+        piece = 16 // dtype.itemsize
+        of = Matrices(
+            rng.randint(1, 40),
+            piece * rng.randint(1, 40),
+            rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
+            dtype,
+        )
+        made = transpose(of, input_(0), output(0), H200)
+        constants, (words,) = dict(made.kernel.constants), made.structs
+        batch, columns, matrices, positions = words[:4]
+        block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
+        assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
+        most = int(constants["MAX_POSITIONS"])
+        max_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
+        assert positions <= most
+        assert matrices * row_pieces[0] <= max_pieces
+        assert column_blocks[0] == 1 or block_columns[0] % piece == 0
+        row_blocks = -(-of.rows // int(constants["BLOCK_ROWS"]))
+        seen = set()
+        for block in range(made.grid // row_blocks):
+            group = quotient(column_blocks, block)
+            first = (block - group * column_blocks[0]) * block_columns[0]
+            for position in range(positions):
+                matrix = quotient(block_columns, position)
+                at = group * matrices + matrix, first + position - matrix * block_columns[0]
+                if at[0] < batch and at[1] < columns:
+                    assert at not in seen
+                    seen.add(at)
+        assert len(seen) == batch * columns
 
 
 @pytest.mark.gpu

@@ -16,21 +16,20 @@ from size_cases import H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
-from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
+from tconv_swap.kernels.forward import implicit_gemm_selection as forward_selection
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    ALIGNED_PIXELS,
     MAX_PHASES,
     Tile,
     TileProblem,
     block_count,
-    group_taps,
     make_problem,
 )
+from tconv_swap.kernels.forward.implicit_gemm_selection import choose, kernels_of, of_any_size
 from tconv_swap.runtime import jit
-from tconv_swap.runtime.program import Kernel, Plan, input_, output
+from tconv_swap.runtime.program import Kernel, Plan
 
 
 def computing(made: Plan) -> Kernel:
@@ -44,26 +43,38 @@ def computing(made: Plan) -> Kernel:
     return found
 
 
+def kernels_for(problem: TileProblem) -> list[forward_selection.Schedule]:
+    """Returns all kernels that suit a size, not only those that its layer has."""
+    return list(dict.fromkeys(forward_selection._of_size(problem, H200)))
+
+
 def test_no_size_is_compiled_in() -> None:
     names = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "COLUMNS", "OUT_PIXELS"}
+    done = 0
     for layer in LAYERS:
         for channels_last in (False, True):
-            problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
-            made = forward_implicit_gemm.plan_forward(problem, layer.bias, H200)
-            for one in () if made is None else made.launches:
-                assert not names & dict(one.kernel.constants).keys()
+            posed = make_problem(
+                layer.geometry, torch.float16, "ieee", channels_last, channels_last, layer.bias
+            )
+            if not forward_implicit_gemm.supports(posed, H200):
+                continue
+            for kernel in kernels_for(posed):
+                for one in forward_implicit_gemm.lower(kernel.problem, kernel.tile, H200).launches:
+                    assert not names & dict(one.kernel.constants).keys()
+                    done += 1
+    assert done > 1000
 
 
-def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
-    """A sample of the kernels that no size of the suite has: of every class of three layers, of one on each commit."""
+def test_all_kernels_of_a_layer_compile(request: pytest.FixtureRequest) -> None:
+    """A sample of the kernels that no size of the suite has: all of three layers, of one on each commit."""
     done = 0
     names = ("cyclegan2", "simplebaseline", "maskrcnn")
     for name in names if request.config.getoption("all_architectures") else names[:1]:
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
             problem = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
-            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200):
-                made = forward_implicit_gemm.lower(schedule.problem, schedule.tile, H200)
+            for kernel in kernels_of(of_any_size(problem), H200):
+                made = forward_implicit_gemm.lower(kernel.problem, kernel.tile, H200)
                 _, log = jit.compile_with_log(computing(made), "sm_90a")
                 spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
                 assert spills
@@ -134,16 +145,28 @@ def positions_of(
                     yield position_at
 
 
+def sized(problem: TileProblem, geometry: Geometry) -> TileProblem:
+    return replace(problem, geometry=geometry)
+
+
 def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
-    layer = rng.choice(LAYERS).geometry
-    geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, batch))
-    dtype, precision = rng.choice(MODES)
-    channels_last = rng.random() < 0.5
-    problem = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
-    if not forward_implicit_gemm.supports(problem, H200):
-        return chosen(rng, most, batch)
-    (found,) = forward_classes.choose(problem, H200)
-    return found
+    """Returns a size, and a tile of a kernel that computes it: of one that suits this size or another one."""
+    while True:
+        layer = rng.choice(LAYERS).geometry
+        first, second = (random_sizes(rng, layer, most) for _ in "12")
+        dtype, precision = rng.choice(MODES)
+        channels_last = rng.random() < 0.5
+        problem = make_problem(first, dtype, precision, channels_last, channels_last, False)
+        if problem.one_pixel or not forward_implicit_gemm.supports(problem, H200):
+            continue
+        geometry = replace(rng.choice((first, second)), batch=rng.randint(1, batch))
+        posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
+        if of_any_size(posed) != of_any_size(problem):
+            continue
+        found = [(seen, one) for one in kernels_for(problem) if (seen := one.sees(posed)) is not None]
+        if found:
+            seen, one = rng.choice(found)
+            return seen, one.tile_for(seen, H200)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -201,61 +224,21 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     [(14, 14, True), (6, 10, True), (16, 24, True), (7, 8, True), (5, 6, False), (4, 7, False)],
 )
 def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width: int, aligned: bool) -> None:
-    """Where no tap is shifted, images of a multiple of 4 pixels are enough for mma.sync, if rows are even."""
-    geometry = Geometry(12000 // (height * width), 256, height, width, 128, (2, 2), (2, 2))
-    ((problem, tile),) = forward_classes.choose(
-        make_problem(geometry, torch.float32, "ieee", False, False, False), H200
-    )
-    assert not tile.wgmma
-    assert problem.aligned == aligned
-    assert problem.row_multiple == (4 if aligned else 1)
-
-
-def test_what_a_layer_of_two_schedules_has_them_for() -> None:
-    """An unpadded layer of stride 1 that adds channels shares its four kernels with those of maps of one pixel."""
-    layer = Geometry(2, 64, 128, 256, 128, (3, 5))
-    for channels_last, images, columns in ((False, [16, 16], [512, 128]), (True, [16, 1], [128, 16])):
-        posed = make_problem(layer, torch.float16, "ieee", channels_last, channels_last, False)
-        found = [one for one, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200)]
-        assert [one.problem.geometry.batch for one in found] == images
-        assert [one.problem.geometry.width for one in found] == columns
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
-    """common/nchw_to_nhwc.cu: each column of each matrix is in one block, and no block has more pieces than its
-    threads load."""
-    rng = random.Random(3)
-    for _ in range(300):
-        piece = 16 // dtype.itemsize
-        of = Matrices(
-            rng.randint(1, 40),
-            piece * rng.randint(1, 40),
-            rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
-            dtype,
-        )
-        made = transpose(of, input_(0), output(0), H200)
-        constants, (words,) = dict(made.kernel.constants), made.structs
-        batch, columns, matrices, positions = words[:4]
-        block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
-        assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
-        most = int(constants["MAX_POSITIONS"])
-        max_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
-        assert positions <= most
-        assert matrices * row_pieces[0] <= max_pieces
-        assert column_blocks[0] == 1 or block_columns[0] % piece == 0
-        row_blocks = -(-of.rows // int(constants["BLOCK_ROWS"]))
-        seen = set()
-        for block in range(made.grid // row_blocks):
-            group = quotient(column_blocks, block)
-            first = (block - group * column_blocks[0]) * block_columns[0]
-            for position in range(positions):
-                matrix = quotient(block_columns, position)
-                at = group * matrices + matrix, first + position - matrix * block_columns[0]
-                if at[0] < batch and at[1] < columns:
-                    assert at not in seen
-                    seen.add(at)
-        assert len(seen) == batch * columns
+    """Where no tap is shifted, images of a multiple of 4 pixels are enough for mma.sync, if rows are even. With wgmma
+    images are whole tiles."""
+    layer = Geometry(12000 // (height * width), 256, 48, 48, 128, (2, 2), (2, 2))
+    for precision in ("ieee", "tf32"):
+        posed = make_problem(layer, torch.float32, precision, False, False, False)
+        kernels = [one for one in kernels_for(posed) if one.problem.aligned]
+        assert {one.tile.wgmma for one in kernels} == ({False} if precision == "ieee" else {True, False})
+        size = sized(posed, replace(layer, height=height, width=width))
+        for one in kernels:
+            assert one.problem.row_multiple == 4
+            whole = not one.tile.wgmma or height * width % ALIGNED_PIXELS == 0
+            if one.tile.nchw_stages or one.tile.pixel_major:
+                whole = whole and height * width % one.tile.cols == 0
+            assert (one.sees(size) is not None) == (aligned and whole), one
+        assert any(one.problem.aligned for one in kernels_for(size)) == aligned
 
 
 #: Kernels, strides and padding of upsampling layers, most of them of vocoders: kernel, stride and padding of a row.
@@ -290,8 +273,8 @@ def test_wide_strides_are_computed_in_groups_of_phases(
         assert rows == 1
         assert geometry.stride[1] % cols == 0
         assert 2 <= cols <= MAX_PHASES
-        assert len(group_taps(posed)) == geometry.stride[1] // cols <= forward_implicit_gemm.MAX_PHASE_GROUPS
-        assert sum(group_taps(posed)) == geometry.taps
+        assert len(posed.group_taps) == geometry.stride[1] // cols <= forward_implicit_gemm.MAX_PHASE_GROUPS
+        assert sum(posed.group_taps) == geometry.taps
 
 
 @pytest.mark.parametrize("stride", [11, 17, 26])
@@ -329,7 +312,7 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
             geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
             problem = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
             if forward_implicit_gemm.supports(problem, H200):
-                one = rng.choice(forward_classes.choose(problem, H200, 4))
+                one = rng.choice(choose(problem, H200, 4))
                 by_kernel.setdefault(computing(forward_implicit_gemm.lower(*one, H200)), []).append(one)
         several = [found for found in by_kernel.values() if len(found) >= 3]
         if several:
@@ -365,15 +348,18 @@ def test_tiles_of_several_images(height: int, width: int, channels: int) -> None
     if call.device_facts(0).architecture != "sm_90a":
         pytest.skip("the tiles are chosen for sm_90a")
     geometry = Geometry(12003 // (height * width), channels, height, width, 40, (2, 2), (2, 2))
-    ((problem, tile),) = forward_classes.choose(
-        make_problem(geometry, torch.float32, "ieee", False, False, True), H200
-    )
-    assert problem.aligned
-    assert height * width % tile.cols
-    made = forward_implicit_gemm.lower(problem, tile, H200)
-    assert_kernel_matches(
-        made, geometry, torch.float32, (False, False), TOLERANCE[torch.float32], with_bias=True
-    )
+    posed = make_problem(geometry, torch.float32, "ieee", False, False, True)
+    several = [
+        (problem, tile)
+        for problem, tile in choose(posed, H200, 64)
+        if problem.aligned and height * width % tile.cols
+    ]
+    assert several
+    for problem, tile in several[:3]:
+        made = forward_implicit_gemm.lower(problem, tile, H200)
+        assert_kernel_matches(
+            made, geometry, torch.float32, (False, False), TOLERANCE[torch.float32], with_bias=True
+        )
 
 
 @pytest.mark.gpu
@@ -389,7 +375,7 @@ def test_wide_strides(
     for width, batch in ((41, 3), (96, 2), (3, 5)):
         geometry = wide_stride(width, wide, batch)
         posed = make_problem(geometry, dtype, precision, channels_last, channels_last, has_bias=True)
-        for problem, tile in forward_classes.choose(posed, H200, 4):
+        for problem, tile in choose(posed, H200, 4):
             made = forward_implicit_gemm.lower(problem, tile, H200)
             layouts = (channels_last, channels_last)
             assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=True)

@@ -9,14 +9,13 @@ from size_cases import H200, LAYERS
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import schedules
-from tconv_swap.kernels.grad_input import selection as grad_input_selection
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.kernels.grad_input.selection import kernels_of, representatives
 
 STRIDED = {layer.name: layer.geometry for layer in LAYERS if max(layer.geometry.stride) > 1}
 #: Batch, rows and columns of the representative sizes.
-MAPS = (*schedules.SIZES, *grad_input_selection.MORE_SIZES)
-ROWS = (*schedules.SIZES_OF_ONE_ROW, *grad_input_selection.MORE_SIZES_OF_ONE_ROW)
+MAPS = (*schedules.SIZES, *schedules.MORE_SIZES)
+ROWS = (*schedules.SIZES_OF_ONE_ROW, *schedules.MORE_SIZES_OF_ONE_ROW)
 
 
 def layer_of(geometry: Geometry, channels_last: bool = False) -> StridedProblem:

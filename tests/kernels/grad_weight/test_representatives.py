@@ -9,7 +9,6 @@ from size_cases import H200, LAYERS
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import schedules
-from tconv_swap.kernels.grad_weight import selection as grad_weight_selection
 from tconv_swap.kernels.grad_weight.selection import Kernels, kernels_of, layer_of, representatives
 
 BY_NAME = {layer.name: layer.geometry for layer in LAYERS}
@@ -30,7 +29,7 @@ def test_the_weights_of_representative_sizes(name: str, usual: range, channels_l
     found: dict[tuple[int, int, int], float] = {}
     for size, weight in representatives(layer(name, channels_last)):
         found[maps(size)] = found.get(maps(size), 0.0) + weight
-    every = (*schedules.SIZES, *schedules.MORE_SIZES, *grad_weight_selection.FURTHER_SIZES)
+    every = (*schedules.SIZES, *schedules.MORE_SIZES, *schedules.FURTHER_SIZES)
     assert found == pytest.approx(
         {
             size: (1.0 if size[2] in usual else schedules.UNUSUAL)
