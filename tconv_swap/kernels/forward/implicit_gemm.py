@@ -19,6 +19,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     TileProblem,
     block_count,
     make_problem,
+    of_any_size,
 )
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     STEP_WORDS,
@@ -26,7 +27,7 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
     shared_bytes,
     stores_lines,
 )
-from tconv_swap.kernels.forward.implicit_gemm_selection import choose, of_any_size
+from tconv_swap.kernels.forward.implicit_gemm_selection import choose
 from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape, shape_words
 from tconv_swap.kernels.forward.implicit_gemm_tensor_maps import input_map, nchw_map, weight_map
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import TMA_PRODUCER_REGISTERS

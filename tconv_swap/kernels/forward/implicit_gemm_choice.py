@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache
 
 from tconv_swap.kernels.forward.implicit_gemm_fit import (
     fit_rows,
@@ -15,7 +15,7 @@ from tconv_swap.kernels.forward.implicit_gemm_fit import (
     split_k,
     tile_fragments,
 )
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, of_any_size
 from tconv_swap.kernels.forward.implicit_gemm_memory import supports_tma_nchw
 from tconv_swap.kernels.forward.implicit_gemm_nchw import tma_tiles_of_nchw
 from tconv_swap.kernels.forward.implicit_gemm_stagger import staggered
@@ -40,9 +40,13 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
         first = next(depths())
         splits = (1, 2) if split_k(posed, first, device.multiprocessors) > 1 else (1,)
         alone = block_count(posed, first) <= device.multiprocessors and not first.nchw_stages
-        for way in (depths, partial(_of_one_block, depths)) if alone else (depths,):
-            for tile in (_first_that_fits(posed, way, count, device) for count in splits):
-                if tile is not None and (posed, tile) not in found:
+        for way in (depths, Depths(_of_one_block, (depths,))) if alone else (depths,):
+            for fitting in (_first_that_fits(of_any_size(posed), way, count, device) for count in splits):
+                if fitting is None:
+                    continue
+                later = staggered(posed, fitting, device.multiprocessors)
+                tile = later if later is fitting or fits_device(posed, later, device) else fitting
+                if (posed, tile) not in found:
                     found.add((posed, tile))
                     yield posed, tile
 
@@ -54,16 +58,14 @@ def _of_one_block(depths: Depths) -> Iterator[Tile]:
         yield from (replace(kind, stages=stages) for kind in kinds)
 
 
-def _first_that_fits(problem: TileProblem, depths: Depths, splits: int, device: Device) -> Tile | None:
+@lru_cache(maxsize=1024)
+def _first_that_fits(layer: TileProblem, depths: Depths, splits: int, device: Device) -> Tile | None:
+    """Returns the first tile for which the device has room, whatever the size of the layer."""
     split = depths()
     if splits > 1:
         # Weights that stay in shared memory are those of the whole sum.
         split = (replace(tile, splits=splits) for tile in split if not tile.resident_weights)
-    fitting = next((tile for tile in split if fits_device(problem, tile, device)), None)
-    if fitting is None:
-        return None
-    later = staggered(problem, fitting, device.multiprocessors)
-    return later if later is fitting or fits_device(problem, later, device) else fitting
+    return next((tile for tile in split if fits_device(layer, tile, device)), None)
 
 
 def _kinds(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Depths]]:
@@ -131,7 +133,7 @@ def _tma_nchw_tiles(problem: TileProblem) -> Iterator[Depths]:
         return
     tile = Tile(4, 1, *shape, chunk_words, 2, 1, wgmma=True, producer_warps=producer_warps)
     if supports_tma_nchw(problem, tile):
-        yield partial(_transposing, tile)
+        yield Depths(_transposing, (tile,))
 
 
 def _transposing(tile: Tile) -> Iterator[Tile]:
@@ -152,7 +154,8 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Depths]:
     if problem.stack > 1 and phases == 1 and geometry.kernel[1] <= 3 and not problem.flat:
         shape = tile_fragments(problem, 16, 2, 1)
         if shape[5] == 16:
-            yield partial(_staged, Tile(4, 1, *shape, 8, 2, 1, wgmma=True, producer_warps=12), (5, 4, 3, 2))
+            tile = Tile(4, 1, *shape, 8, 2, 1, wgmma=True, producer_warps=12)
+            yield Depths(_staged, (tile, (5, 4, 3, 2)))
     # Rows of 32 positions are stored in longer segments in NCHW; with a wide kernel their halo costs more than that
     # gains.
     short_rows = problem.item == 4 or geometry.kernel[1] > 3
@@ -176,7 +179,7 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Depths]:
                     4 * groups_m, 1, *shape, chunk_words, 2, blocks, wgmma=True, producer_warps=8 // blocks
                 )
                 for fitted in fit_rows(problem, tile):
-                    yield partial(_staged_by_threads, fitted)
+                    yield Depths(_staged_by_threads, (fitted,))
 
 
 def _staged_by_threads(tile: Tile) -> Iterator[Tile]:
@@ -203,6 +206,8 @@ def _mma_tiles(problem: TileProblem) -> Iterator[Depths]:
             if shape[2] < 2 and not problem.input_channels_last:
                 continue
             for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
-                yield partial(_staged, Tile(warps_m, warp_m_tiles, *shape, chunk_words, 3, 2), (3, 2))
+                tile = Tile(warps_m, warp_m_tiles, *shape, chunk_words, 3, 2)
+                yield Depths(_staged, (tile, (3, 2)))
     # The weights of every tap of many phases take so much shared memory that few blocks fit.
-    yield partial(_staged, Tile(1, 1, *tile_fragments(problem, min(fragments, 4), 4, 8), 8, 2, 1), (2,))
+    tile = Tile(1, 1, *tile_fragments(problem, min(fragments, 4), 4, 8), 8, 2, 1)
+    yield Depths(_staged, (tile, (2,)))

@@ -305,6 +305,14 @@ def make_problem(
     )
 
 
+@lru_cache(maxsize=256)
+def of_any_size(problem: TileProblem) -> TileProblem:
+    """Returns a problem that is the same for all sizes of a layer, except that maps of one pixel have one of their own,
+    because their stride may differ (``make_problem``)."""
+    side = 1 if problem.one_pixel else 64
+    return replace(problem, geometry=replace(problem.geometry, batch=1, height=side, width=side))
+
+
 def can_be_aligned(problem: TileProblem) -> bool:
     """Whether ``aligned`` holds for this size."""
     width, pixels = problem.geometry.width, problem.geometry.height * problem.geometry.width

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import Depths, tma_tiles
@@ -18,7 +17,7 @@ def tma_tiles_of_nchw(problem: TileProblem) -> Iterator[tuple[TileProblem, Depth
     elif problem.item == 2 and problem.flat:
         for posed, depths in tma_tiles(problem):
             if supports_pixel_major(posed, next(depths())):
-                yield posed, partial(_pixel_major, depths)
+                yield posed, Depths(_pixel_major, (depths,))
 
 
 def _pixel_major(depths: Depths) -> Iterator[Tile]:

@@ -24,7 +24,13 @@ from tconv_swap.kernels.common.schedules import (
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above, rows_of_16, split_k
-from tconv_swap.kernels.forward.implicit_gemm_layout import ALIGNED_PIXELS, Tile, TileProblem, can_be_aligned
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    ALIGNED_PIXELS,
+    Tile,
+    TileProblem,
+    can_be_aligned,
+    of_any_size,
+)
 from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, of_any_shape
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import row_fragments
 from tconv_swap.kernels.problem import Device
@@ -117,13 +123,6 @@ def choose(problem: TileProblem, device: Device, count: int = 1) -> list[tuple[T
         others = dict.fromkeys(_of_size(problem, device))
         found += [one for one in _ranked(others, problem, device) if one not in found]
     return [(seen, tile) for _, seen, tile in found[:count]]
-
-
-def of_any_size(problem: TileProblem) -> TileProblem:
-    """Returns a problem that is the same for all sizes of a layer, except that maps of one pixel have one of their own,
-    because their stride may differ (``make_problem``)."""
-    side = 1 if problem.one_pixel else 64
-    return replace(problem, geometry=replace(problem.geometry, batch=1, height=side, width=side))
 
 
 @disk_cache

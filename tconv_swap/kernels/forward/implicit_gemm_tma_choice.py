@@ -4,8 +4,8 @@ size (docs/kernels/forward/implicit_gemm_tma.md). Pure functions of data."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tconv_swap.kernels.forward.implicit_gemm_fit import fit_rows, multiplied_fragments, tile_fragments
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
@@ -28,8 +28,17 @@ MAX_STAGES = 6
 #: Registers of a producer thread where one of them issues all copies of the copy engine.
 TMA_PRODUCER_REGISTERS = 56
 
-#: Makes a tile with each number of stages, the most first.
-Depths = Callable[[], Iterator[Tile]]
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """Makes a tile with each number of stages, the most first, when it is called. ``arguments`` are those of ``make``;
+    equal ones make equal tiles."""
+
+    make: Callable[..., Iterator[Tile]]
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> Iterator[Tile]:
+        return self.make(*self.arguments)
 
 
 def tma_tiles(problem: TileProblem) -> Iterator[tuple[TileProblem, Depths]]:
@@ -122,7 +131,7 @@ def _depths(problem: TileProblem, tile: Tile, least: int = 2) -> Iterator[Depths
             continue
         for own in (True, False) if supports_tma_weights(problem) else (False,):
             of_chunk = replace(tile, chunk_words=words, tma_weights=own, whole_lines=own)
-            yield partial(_staged, of_chunk, fewest, one_weight)
+            yield Depths(_staged, (of_chunk, fewest, one_weight))
 
 
 def _staged(tile: Tile, fewest: int, one_weight: bool) -> Iterator[Tile]:

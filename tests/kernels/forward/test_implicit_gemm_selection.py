@@ -285,23 +285,23 @@ def test_few_tiles_of_many_channels_are_split(mode: Mode) -> None:
     """Over at most 8 blocks, and no more than the multiprocessors have room for; where there are many tiles, into the
     two parts that the kernel is made for."""
     problem = posed(Geometry(1, 2048, 8, 8, 256, (4, 4), (2, 2), (1, 1)), mode, True)
-    split = [entry for entry in candidates(problem, H200) if entry[1].splits > 1]
-    assert split
-    assert any(tile.tma for _, tile in split)
-    assert any(not tile.wgmma for _, tile in split)
-    several = 0
-    for seen, tile in split:
-        assert tile.splits == 2
-        assert fits_device(seen, tile, H200)
-        one = Schedule(of_any_size(seen), of_any_shape(tile))
-        found = one.tile_for(seen, H200)
-        room = H200.multiprocessors * tile.blocks_per_multiprocessor
-        assert 2 <= found.splits <= 8
-        assert block_count(seen, found) <= room
-        assert found.splits == 8 or block_count(seen, replace(found, splits=2 * found.splits)) > room
-        assert one.tile_for(sized(seen, 64, 64, 64), H200).splits == 2
-        several += found.splits > 2
-    assert several
+    found: dict[int, set[bool]] = {}
+    for batch in (1, 3, 6, 10):
+        for seen, tile in candidates(sized(problem, batch, 8, 8), H200):
+            if tile.splits == 1:
+                continue
+            assert tile.splits == 2
+            assert fits_device(seen, tile, H200)
+            one = Schedule(of_any_size(seen), of_any_shape(tile))
+            taken = one.tile_for(seen, H200)
+            blocks, room = block_count(seen, taken), H200.multiprocessors * tile.blocks_per_multiprocessor
+            assert 4 * block_count(seen, replace(tile, splits=1)) < 3 * H200.multiprocessors
+            assert 2 <= taken.splits <= 8
+            assert blocks <= room or taken.splits == 2
+            assert taken.splits == 8 or 2 * blocks > room
+            assert one.tile_for(sized(seen, 64, 64, 64), H200).splits == 2
+            found.setdefault(taken.splits, set()).add(tile.tma)
+    assert found == {2: {True, False}, 4: {True, False}, 8: {True, False}}
     assert any(tile.splits > 1 for _, tile in choose(problem, H200, 64))
     few_channels = replace(problem, geometry=replace(problem.geometry, in_channels=64))
     many_tiles = sized(problem, 64, 64, 64)

@@ -121,6 +121,14 @@ def test_groups_whose_channels_are_no_multiple_of_16_bytes_use_another_kernel() 
         assert ("tma" in map(multiplied_by, found)) == expected
 
 
+def test_taps_that_are_further_apart_than_a_box_is_long_use_another_kernel() -> None:
+    for dilation, expected in ((110, True), (130, False)):
+        geometry = Geometry(8, 64, 8, 600, 64, (1, 3), dilation=(1, dilation))
+        found = list(candidates(make_problem(geometry, torch.float16, "ieee", True, True, False), H200))
+        assert found
+        assert any(tile.tma for _, tile in found) == expected
+
+
 def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
     many = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
     few = Geometry(16, 128, 128, 128, 64, (3, 3), (2, 2), (1, 1), (1, 1))
