@@ -121,6 +121,26 @@ def test_groups_whose_channels_are_no_multiple_of_16_bytes_use_another_kernel() 
         assert ("tma" in map(multiplied_by, found)) == expected
 
 
+def test_a_box_of_nchw_lies_in_one_image_and_one_group() -> None:
+    """The multiplier reads rows of 64 pixels, in one multiply for each warpgroup."""
+    found = {}
+    for height, groups, channels in ((16, 1, 72), (20, 1, 72), (24, 2, 64), (24, 2, 72), (14, 1, 64)):
+        layer = Geometry(8, groups * channels, height, 16, groups * 128, (2, 2), (2, 2), groups=groups)
+        posed = make_problem(layer, torch.float16, "ieee", False, False, False)
+        posed = replace(posed, aligned=True)
+        tiles = [tile for _, tile in candidates(posed, H200) if tile.pixel_major]
+        for tile in tiles:
+            assert height * 16 % tile.cols == 0
+            assert tile.warp_cols in (8, 16)
+            assert groups == 1 or channels // 2 % tile.chunk_words == 0
+        found[height, groups, channels] = {(tile.cols, tile.chunk_words) for tile in tiles}
+    assert not found[14, 1, 64]
+    assert {cols for cols, _ in found[20, 1, 72]} == {64}
+    assert len({cols for cols, _ in found[16, 1, 72]}) > 1
+    assert {words for _, words in found[24, 2, 64]} == {8, 16}
+    assert not found[24, 2, 72]
+
+
 def test_taps_that_are_further_apart_than_a_box_is_long_use_another_kernel() -> None:
     for dilation, expected in ((110, True), (130, False)):
         geometry = Geometry(8, 64, 8, 600, 64, (1, 3), dilation=(1, dilation))
