@@ -83,15 +83,15 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
         of_size = [one for one in forward_shape.shapes(posed, tile) if forward_shape.legal(posed, one)]
         tile = rng.choice(of_size)
     if rng.random() < 0.3:
-        tile = replace(tile, stages=2)
+        tile = tile._replace(stages=2)
     tma_weights = rng.random() < 0.5 and forward_layout.supports_tma_weights(posed)
-    other = replace(tile, tma_weights=tma_weights, whole_lines=tma_weights)
+    other = tile._replace(tma_weights=tma_weights, whole_lines=tma_weights)
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
     if blocks_of_weights * posed.geometry.groups * len(posed.group_taps) == 1:
-        other = replace(other, resident_weights=rng.random() < 0.5)
+        other = other._replace(resident_weights=rng.random() < 0.5)
     if forward_stagger.can_stagger(posed, other):
         taps = forward_stagger.products(posed, other)
-        other = replace(other, stagger=rng.choice((0, 1, taps, rng.randint(1, 2 * taps - 1))))
+        other = other._replace(stagger=rng.choice((0, 1, taps, rng.randint(1, 2 * taps - 1))))
     fits = forward_memory.shared_bytes(posed, other) <= H200.shared_memory_per_block
     return other if fits and tile.blocks_per_multiprocessor == 1 else tile
 
@@ -117,10 +117,10 @@ def staggered_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem,
         )
         found = [(p, t) for p, t in forward_choice.candidates(posed, H200) if t.tma]
         p, tile = rng.choice(found)
-        tile = replace(tile, stages=rng.choice((2, 3)), stagger=0)
+        tile = tile._replace(stages=rng.choice((2, 3)), stagger=0)
         if forward_stagger.can_stagger(p, tile):
             taps = forward_stagger.products(p, tile)
-            staggered = replace(tile, stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
+            staggered = tile._replace(stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
             if forward_fit.fits_device(p, staggered, H200):
                 return p, staggered
 
@@ -190,4 +190,4 @@ def split_case(rng: random.Random, dtype: torch.dtype, channels_last: bool) -> t
         found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].splits > 1]
         if found:
             problem, tile = rng.choice(found)
-            return problem, replace(tile, splits=rng.choice((2, 3, 4, 8)))
+            return problem, tile._replace(splits=rng.choice((2, 3, 4, 8)))

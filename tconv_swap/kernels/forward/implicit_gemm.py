@@ -303,7 +303,7 @@ def lower(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights, the
     channels_last copy of the input, and the partial sums of the splits."""
     geometry = problem.geometry
-    compiled = _compiled(of_any_size(problem), replace(of_any_shape(tile), splits=min(tile.splits, 2)))
+    compiled = _compiled(of_any_size(problem), of_any_shape(tile)._replace(splits=min(tile.splits, 2)))
     launches: list[Launch] = [] if compiled.pack is None else [compiled.pack]
     used = compiled.packed_bytes
     source = input_(0)

@@ -53,9 +53,9 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
 def _of_one_block(depths: Depths) -> Iterator[Tile]:
     """Yields the tile of a block that has a multiprocessor to itself, the most stages first."""
-    kinds = dict.fromkeys(replace(tile, blocks_per_multiprocessor=1, stages=0) for tile in depths())
+    kinds = dict.fromkeys(tile._replace(blocks_per_multiprocessor=1, stages=0) for tile in depths())
     for stages in STAGES_OF_ONE_BLOCK:
-        yield from (replace(kind, stages=stages) for kind in kinds)
+        yield from (kind._replace(stages=stages) for kind in kinds)
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +64,7 @@ def _first_that_fits(layer: TileProblem, depths: Depths, splits: int, device: De
     split = depths()
     if splits > 1:
         # Weights that stay in shared memory are those of the whole sum.
-        split = (replace(tile, splits=splits) for tile in split if not tile.resident_weights)
+        split = (tile._replace(splits=splits) for tile in split if not tile.resident_weights)
     return next((tile for tile in split if fits_device(layer, tile, device)), None)
 
 
@@ -83,7 +83,7 @@ def _kinds(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, 
 
 
 def _staged(tile: Tile, stages: Iterable[int]) -> Iterator[Tile]:
-    return (replace(tile, stages=count) for count in stages)
+    return (tile._replace(stages=count) for count in stages)
 
 
 def _stacked(problem: TileProblem) -> TileProblem:
@@ -138,7 +138,7 @@ def _tma_nchw_tiles(problem: TileProblem) -> Iterator[Depths]:
 
 def _transposing(tile: Tile) -> Iterator[Tile]:
     for stages, nchw_stages in TRANSPOSER_STAGES:
-        yield replace(tile, stages=stages, nchw_stages=nchw_stages)
+        yield tile._replace(stages=stages, nchw_stages=nchw_stages)
 
 
 def _wgmma_tiles(problem: TileProblem) -> Iterator[Depths]:
@@ -187,8 +187,8 @@ def _staged_by_threads(tile: Tile) -> Iterator[Tile]:
     stages."""
     yield from _staged(tile, (5, 4, 3))
     if tile.chunk_words == 8:
-        yield replace(tile, stages=2)
-        yield replace(tile, stages=2, subtile_bytes=2048)
+        yield tile._replace(stages=2)
+        yield tile._replace(stages=2, subtile_bytes=2048)
 
 
 def _mma_tiles(problem: TileProblem) -> Iterator[Depths]:

@@ -4,7 +4,6 @@ device. Pure functions of data."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tconv_swap.kernels.common.hardware import MAX_BOX
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
@@ -108,11 +107,11 @@ def fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
     """Yields the tile, and before it the tile with the rows that fit the map (``rows_of_16``)."""
     rows = rows_of_16(problem.positions[0])
     if tile.warp_rows == tile.rows == 16 > rows:
-        lower = replace(tile, rows=rows, warp_rows=rows)
+        lower = tile._replace(rows=rows, warp_rows=rows)
         # The registers that are left may hold another column, if the producers give some of theirs.
         phases = problem.phases[0] * problem.phases[1]
         if problem.input_channels_last and tile.warps_m == 8 and rows * 12 * phases <= MAX_SUMS:
             cols = tile.cols // tile.warp_cols * 3
-            yield replace(lower, cols=cols, warp_cols=3)
+            yield lower._replace(cols=cols, warp_cols=3)
         yield lower
     yield tile

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +28,7 @@ MAX_PHASES = 8
 PRODUCER_THREADS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """The tile that one block computes, in the terms of forward/implicit_gemm_layout.cuh. A fragment is 16 channels x 8
     positions."""
 

@@ -21,7 +21,7 @@ def tma_tiles_of_nchw(problem: TileProblem) -> Iterator[tuple[TileProblem, Depth
 
 
 def _pixel_major(depths: Depths) -> Iterator[Tile]:
-    return (replace(tile, pixel_major=True) for tile in depths())
+    return (tile._replace(pixel_major=True) for tile in depths())
 
 
 def supports_pixel_major(problem: TileProblem, tile: Tile) -> bool:

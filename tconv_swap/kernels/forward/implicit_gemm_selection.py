@@ -105,7 +105,7 @@ class Schedule:
         if tile.shaped_pixels:
             tile = best_shape(seen, tile, device.multiprocessors)
         if tile.splits > 1:
-            tile = replace(tile, splits=max(2, split_k(seen, tile, device.multiprocessors)))
+            tile = tile._replace(splits=max(2, split_k(seen, tile, device.multiprocessors)))
         return tile
 
 

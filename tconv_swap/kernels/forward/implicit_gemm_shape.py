@@ -6,7 +6,6 @@ or in images of their own; or all positions of the tile are a row, wherever they
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.dense_map import Corners, are_legal, most_pixels
@@ -46,7 +45,7 @@ def of_any_shape(tile: Tile) -> Tile:
     """Returns a tile that is the same for all shapes that a kernel computes."""
     if not tile.shaped_pixels:
         return tile
-    return replace(tile, images=tile.warps_n, rows=tile.warp_rows, cols=8, dense=False)
+    return tile._replace(images=tile.warps_n, rows=tile.warp_rows, cols=8, dense=False)
 
 
 def shaped(problem: TileProblem, tile: Tile) -> Tile:
@@ -56,7 +55,7 @@ def shaped(problem: TileProblem, tile: Tile) -> Tile:
         most_pixels(one.positions, reach) if one.dense else box_pixels(problem, one)
         for one in shapes(problem, tile)
     ]
-    return replace(tile, shaped_pixels=max(pixels))
+    return tile._replace(shaped_pixels=max(pixels))
 
 
 def shapes(problem: TileProblem, tile: Tile) -> list[Tile]:
@@ -72,9 +71,9 @@ def _shapes(tile: Tile, may_be_dense: bool) -> tuple[Tile, ...]:
     groups, rows = tile.warps_n, tile.warp_rows
     boxes = dict.fromkeys(((1, rows, 8 * groups), (1, rows * groups, 8), (groups, rows, 8)))
     found = [
-        replace(tile, images=images, rows=height, cols=width, dense=False) for images, height, width in boxes
+        tile._replace(images=images, rows=height, cols=width, dense=False) for images, height, width in boxes
     ]
-    return (*found, replace(found[-1], dense=True)) if may_be_dense else tuple(found)
+    return (*found, (found[-1])._replace(dense=True)) if may_be_dense else tuple(found)
 
 
 def legal(problem: TileProblem, tile: Tile) -> bool:

@@ -3,8 +3,6 @@ while the other stores."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
 from tconv_swap.kernels.forward.implicit_gemm_memory import STEP_WORDS
 from tconv_swap.runtime.integers import ceil_div
@@ -23,7 +21,7 @@ def staggered(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
     stride_1 = problem.phases == (1, 1) and not problem.flat and (problem.item == 2 or problem.stack == 1)
     if not (can_stagger(problem, tile) and stride_1 and problem.output_channels_last and several and many):
         return tile
-    return replace(tile, stagger=STAGGER_HALF_CHUNKS[problem.item] * products(problem, tile) // 2)
+    return tile._replace(stagger=STAGGER_HALF_CHUNKS[problem.item] * products(problem, tile) // 2)
 
 
 def can_stagger(problem: TileProblem, tile: Tile) -> bool:

@@ -114,7 +114,7 @@ def _row_tile(problem: TileProblem, fragments: int) -> Tile:
     tile = Tile(4, 1, 1, rows, cols, 1, 1, fragments, 8, 2, 1, wgmma=True, tma=True)
     if problem.output_channels_last:
         return tile
-    return replace(tile, subtile_bytes=ROW_SUBTILE_BYTES, by_rows=True)
+    return tile._replace(subtile_bytes=ROW_SUBTILE_BYTES, by_rows=True)
 
 
 def _depths(problem: TileProblem, tile: Tile, least: int = 2) -> Iterator[Depths]:
@@ -123,14 +123,14 @@ def _depths(problem: TileProblem, tile: Tile, least: int = 2) -> Iterator[Depths
     # Narrow maps are loaded once for each shift: longer chunks with fewer stages were faster.
     narrow = not problem.flat and tile.cols < 8
     if narrow:
-        tile = replace(tile, subtile_bytes=NARROW_SUBTILE_BYTES)
+        tile = tile._replace(subtile_bytes=NARROW_SUBTILE_BYTES)
     m_blocks = ceil_div(problem.geometry.out_channels_per_group, problem.block_channels(tile))
     one_weight = m_blocks * problem.geometry.groups * len(problem.group_taps) == 1
     for words, fewest in ((16, max(least, 3 if narrow else 4)), (8, least)):
         if words > max(8, problem.words):
             continue
         for own in (True, False) if supports_tma_weights(problem) else (False,):
-            of_chunk = replace(tile, chunk_words=words, tma_weights=own, whole_lines=own)
+            of_chunk = tile._replace(chunk_words=words, tma_weights=own, whole_lines=own)
             yield Depths(_staged, (of_chunk, fewest, one_weight))
 
 
@@ -138,5 +138,5 @@ def _staged(tile: Tile, fewest: int, one_weight: bool) -> Iterator[Tile]:
     """Yields the tile with each number of stages. Weights that stay in shared memory gain less than one more stage."""
     for stages in range(MAX_STAGES, fewest - 1, -1):
         if one_weight:
-            yield replace(tile, stages=stages, resident_weights=True)
-        yield replace(tile, stages=stages)
+            yield tile._replace(stages=stages, resident_weights=True)
+        yield tile._replace(stages=stages)

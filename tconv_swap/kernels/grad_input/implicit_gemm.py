@@ -240,7 +240,7 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
 
 def lower(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
-    compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
+    compiled = _compiled(of_any_size(problem), tile._replace(splits=min(tile.splits, 2)))
     packed_bytes, count = compiled.packed_bytes, problem.grad_input_elements
     grid, block = block_count(problem, tile), consumer_threads(tile)
     if tile.wgmma:

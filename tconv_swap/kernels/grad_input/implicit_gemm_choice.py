@@ -103,7 +103,7 @@ def ranked(
 def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:
     if tile.splits == 1:
         return tile
-    return replace(tile, splits=max(2, _splits(problem, replace(tile, splits=1), device.multiprocessors)))
+    return tile._replace(splits=max(2, _splits(problem, tile._replace(splits=1), device.multiprocessors)))
 
 
 def _splits(problem: StridedProblem, tile: Tile, multiprocessors: int) -> int:
@@ -150,7 +150,7 @@ def _tiles(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     for of_all_stages in chain(by_wgmma, _mma_tiles(problem)):
         ways = [of_all_stages]
         if _splits(problem, of_all_stages[0], device.multiprocessors) > 1:
-            ways.append(tuple(replace(tile, splits=2) for tile in of_all_stages))
+            ways.append(tuple(tile._replace(splits=2) for tile in of_all_stages))
         for way in ways:
             fitting = next(filter(fits, way), None)
             if fitting is not None and fitting not in found:

@@ -133,15 +133,15 @@ def test_what_takes_longer(mode: Mode) -> None:
 
     plain = clocks(last, tile)
     assert clocks(replace(last, nhwc_copy=True), tile) > 1.03 * plain
-    assert clocks(last, replace(tile, splits=2)) > plain
-    assert clocks(last, replace(tile, stages=2)) > 1.1 * plain
+    assert clocks(last, tile._replace(splits=2)) > plain
+    assert clocks(last, tile._replace(stages=2)) > 1.1 * plain
     assert clocks(posed(replace(layer, out_channels=127), mode), tile) > 1.1 * plain
     first = posed(layer, mode, channels_last=False)
-    threads = replace(tile, tma=False, producer_warps=8)
+    threads = tile._replace(tma=False, producer_warps=8)
     unaligned = clocks(first, threads)
     assert clocks(replace(first, aligned=True), threads) < unaligned
     assert clocks(replace(first, geometry=replace(layer, width=31)), threads) > unaligned
-    images = replace(threads, images=2, rows=8, cols=8, warp_images=1)
+    images = threads._replace(images=2, rows=8, cols=8, warp_images=1)
     assert images.positions == threads.positions
     assert clocks(first, images) > 1.05 * unaligned
 
@@ -153,7 +153,7 @@ def test_float32_takes_three_products_and_a_lone_block_is_not_hidden() -> None:
     )
     exact, rounded = (posed(layer, mode, channels_last=False) for mode in (MODES[2], MODES[0]))
     assert expected_clocks(exact, tile, 132) > 2 * expected_clocks(rounded, tile, 132)
-    alone = replace(tile, blocks_per_multiprocessor=1)
+    alone = tile._replace(blocks_per_multiprocessor=1)
     assert expected_clocks(rounded, alone, 132) > 1.1 * expected_clocks(rounded, tile, 132)
 
 

@@ -154,8 +154,8 @@ MMA = Tile(4, 1, 1, 8, 16, 1, 2, 2, 8, 3, 2)
 FLAT_MMA = Tile(4, 1, 1, 1, 64, 1, 1, 2, 8, 3, 2)
 WGMMA = Tile(4, 1, 1, 8, 16, 1, 8, 2, 8, 4, 1, wgmma=True)
 FLAT_WGMMA = Tile(4, 1, 1, 1, 128, 1, 1, 16, 8, 4, 1, wgmma=True)
-TMA, FLAT_TMA = replace(WGMMA, tma=True), replace(FLAT_WGMMA, tma=True)
-BY_ROWS = replace(FLAT_TMA, by_rows=True)
+TMA, FLAT_TMA = WGMMA._replace(tma=True), replace(FLAT_WGMMA, tma=True)
+BY_ROWS = FLAT_TMA._replace(by_rows=True)
 COPIED = replace(posed(WIDE), input_channels_last=True, nhwc_copy=True)
 FLAT_COPIED = replace(posed(FLAT), input_channels_last=True, nhwc_copy=True)
 Size = tuple[int, int, int]
@@ -164,7 +164,7 @@ CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
     "any": (posed(WIDE), WGMMA, [(1, 1, 1), (9999, 64, 64), (1, 2048, 2048), (3, 7, 5)], []),
     "any flat": (posed(FLAT), FLAT_WGMMA, [(1, 1, 1), (9999, 64, 64), (3, 7, 5)], []),
     "copied": (COPIED, TMA, [(512, 64, 64), (3, 7, 5)], [(513, 64, 64)]),
-    "split": (posed(WIDE), replace(MMA, splits=2), [(16, 32, 32), (3, 7, 5)], [(17, 32, 32)]),
+    "split": (posed(WIDE), MMA._replace(splits=2), [(16, 32, 32), (3, 7, 5)], [(17, 32, 32)]),
     "aligned rows": (
         replace(posed(WIDE), aligned=True),
         WGMMA,
@@ -181,11 +181,11 @@ CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
         *([(3, 16, 16), (3, 64, 2)], [(3, 12, 14), (3, 128, 1), (3, 8, 8)]),
     ),
     "pixel-major": (
-        *(replace(posed(FLAT), aligned=True), replace(FLAT_TMA, cols=256, pixel_major=True)),
+        *(replace(posed(FLAT), aligned=True), FLAT_TMA._replace(cols=256, pixel_major=True)),
         *([(3, 16, 16)], [(3, 16, 24), (3, 8, 8)]),
     ),
     "transposed": (
-        *(replace(posed(FLAT), aligned=True), replace(FLAT_WGMMA, cols=256, nchw_stages=3)),
+        *(replace(posed(FLAT), aligned=True), FLAT_WGMMA._replace(cols=256, nchw_stages=3)),
         *([(3, 16, 16)], [(3, 16, 24), (3, 8, 8)]),
     ),
     "rows of 128 positions": (
@@ -193,19 +193,19 @@ CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
         *([(3, 5, 8), (3, 5, 2), (3, 5, 128)], [(3, 14, 14), (3, 5, 1), (3, 5, 12), (3, 5, 256)]),
     ),
     "rows of 56 positions": (
-        *(FLAT_COPIED, replace(BY_ROWS, cols=112, warp_cols=7)),
+        *(FLAT_COPIED, BY_ROWS._replace(cols=112, warp_cols=7)),
         *([(3, 14, 14), (3, 5, 56), (3, 5, 8)], [(3, 7, 7), (3, 5, 16), (3, 5, 112)]),
     ),
     "several images": (
-        *(posed(WIDE), replace(MMA, images=4, rows=8, cols=4, warp_images=1, warp_cols=1)),
+        *(posed(WIDE), MMA._replace(images=4, rows=8, cols=4, warp_images=1, warp_cols=1)),
         *([(3, 7, 5), (3, 128, 256)], [(3, 128, 257)]),
     ),
-    "two images": (posed(WIDE), replace(WGMMA, images=2, cols=8), [(3, 1024, 1024), (3, 7, 5)], []),
+    "two images": (posed(WIDE), WGMMA._replace(images=2, cols=8), [(3, 1024, 1024), (3, 7, 5)], []),
     "narrow": (
-        *(posed(WIDE), replace(TMA, images=2, cols=4)),
+        *(posed(WIDE), TMA._replace(images=2, cols=4)),
         *([(3, 4, 4), (3, 9, 1)], [(3, 4, 5), (3, 4, 64)]),
     ),
-    "narrow, mma": (posed(WIDE), replace(MMA, images=2, cols=4), [(3, 4, 4), (3, 4, 64)], []),
+    "narrow, mma": (posed(WIDE), MMA._replace(images=2, cols=4), [(3, 4, 4), (3, 4, 64)], []),
 }
 
 
@@ -274,7 +274,7 @@ def test_every_tile_of_a_size_fits_the_device(seed: int, device: plan.Device) ->
             if size.one_pixel == problem.one_pixel and (seen := one.sees(size)) is not None:
                 tile = one.tile_for(seen, device)
                 assert fits_device(seen, tile, device)
-                assert of_any_shape(replace(tile, splits=min(tile.splits, 2))) == one.tile
+                assert of_any_shape(tile._replace(splits=min(tile.splits, 2))) == one.tile
                 made = forward_implicit_gemm.lower(seen, tile, device)
                 assert max(part.shared_bytes for part in made.launches) <= device.shared_memory_per_block
                 assert made.workspace_bytes == 0 or made.launches
@@ -295,7 +295,7 @@ def test_few_tiles_of_many_channels_are_split(mode: Mode) -> None:
             one = Schedule(of_any_size(seen), of_any_shape(tile))
             taken = one.tile_for(seen, H200)
             blocks, room = block_count(seen, taken), H200.multiprocessors * tile.blocks_per_multiprocessor
-            assert 4 * block_count(seen, replace(tile, splits=1)) < 3 * H200.multiprocessors
+            assert 4 * block_count(seen, tile._replace(splits=1)) < 3 * H200.multiprocessors
             assert 2 <= taken.splits <= 8
             assert blocks <= room or taken.splits == 2
             assert taken.splits == 8 or 2 * blocks > room

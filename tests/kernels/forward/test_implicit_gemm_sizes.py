@@ -177,8 +177,8 @@ def test_every_output_is_in_one_tile(seed: int) -> None:
     passed = PassedSizes(sizes.tile_sizes(problem, tile))
     assert (passed.batch, passed.height, passed.width) == (geometry.batch, geometry.height, geometry.width)
     assert (passed.out_height, passed.out_width) == (geometry.out_height, geometry.out_width)
-    of_a_tile = block_count(problem, replace(tile, splits=1)) // passed.tiles
-    assert of_a_tile * passed.tiles == block_count(problem, replace(tile, splits=1))
+    of_a_tile = block_count(problem, tile._replace(splits=1)) // passed.tiles
+    assert of_a_tile * passed.tiles == block_count(problem, tile._replace(splits=1))
     found = [
         position for index in range(passed.tiles) for position in positions_of(passed, problem, tile, index)
     ]

@@ -101,10 +101,10 @@ def test_the_clocks_of_the_implicit_gemm_grow_with_rounds_copies_and_splits() ->
     posed = as_convolution(problem(LAYER))
     own = grad_input_choice.ranked(kernels_for(posed, H200).implicit_gemm, posed, H200)
     tile = next(tile for _, _, tile in own if tile.wgmma)
-    tile, plain = replace(tile, splits=1), replace(posed, aligned=False, even=False)
+    tile, plain = tile._replace(splits=1), replace(posed, aligned=False, even=False)
 
     def clocks(one: StridedProblem, splits: int = 1) -> float:
-        return grad_input_clocks.clocks(one, replace(tile, splits=splits), H200)
+        return grad_input_clocks.clocks(one, tile._replace(splits=splits), H200)
 
     g = posed.geometry
     weights = g.in_channels_per_group * g.out_channels * g.taps * posed.item
