@@ -157,11 +157,11 @@ class TileProblem:
     #: then have other kernels.
     one_pixel: bool = False
 
-    @property
+    @cached_property
     def item(self) -> int:
         return self.dtype.itemsize
 
-    @property
+    @cached_property
     def parts(self) -> int:
         return 2 if self.precision == "IEEE" else 1
 
@@ -170,7 +170,7 @@ class TileProblem:
         """The 32-bit words of k of one group: each holds an input channel, or two of 16 bits."""
         return ceil_div(self.geometry.in_channels_per_group * self.item, 4)
 
-    @property
+    @cached_property
     def moved_bytes(self) -> int:
         """The bytes of input and output together."""
         g = self.geometry

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
@@ -12,7 +13,7 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, block_count
 from tconv_swap.kernels.grad_input.implicit_gemm_clocks import clocks
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, phase_taps, shared_bytes
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, shared_bytes
 from tconv_swap.kernels.grad_input.implicit_gemm_registers import (
     copy_registers,
     max_copy_registers,
@@ -59,7 +60,7 @@ class Schedule:
         """Returns the problem as the kernel is compiled for it."""
         if (problem.aligned, problem.even) == (self.aligned, self.even):
             return problem
-        return replace(problem, aligned=self.aligned, even=self.even)
+        return _with_rows(problem, self.aligned, self.even)
 
     def computes_any_size(self, layer: StridedProblem) -> bool:
         """Returns whether it is legal for all sizes of a layer, but images of 2 GiB."""
@@ -85,6 +86,11 @@ class Schedule:
         image_bytes = geometry.in_channels * geometry.height * geometry.width * problem.item
         images = 1 + ceil_div(tile.cols, positions_h * positions_w) if problem.flat else tile.images
         return images * image_bytes < INT32_LIMIT
+
+
+@lru_cache(maxsize=1024)
+def _with_rows(problem: StridedProblem, aligned: bool, even: bool) -> StridedProblem:
+    return replace(problem, aligned=aligned, even=even)
 
 
 def ranked(
@@ -162,7 +168,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[tuple[Tile, ...]]:
     """Yields tiles that wgmma multiplies, each with all numbers of stages, the most first."""
     geometry = problem.geometry
     channels = geometry.out_channels_per_group
-    if len(phase_taps(problem)) > (
+    if len(problem.phase_taps) > (
         MAX_IEEE_PHASE_STAGES if problem.precision == "IEEE" else MAX_PHASE_STAGES
     ):
         return

@@ -13,7 +13,6 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     copied_box,
     copy_elements,
     copy_slots,
-    phase_taps,
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_registers import phases_ahead, tile_registers
 from tconv_swap.kernels.problem import Device
@@ -81,7 +80,7 @@ def _wgmma_clocks(problem: StridedProblem, tile: Tile) -> float:
     multiply, weight_bytes, chunks = _work(problem, tile)
     ieee = problem.precision == "IEEE"
     ahead = phases_ahead(problem, tile)
-    stages = chunks * len(phase_taps(problem))
+    stages = chunks * len(problem.phase_taps)
     if problem.input_channels_last:
         loads = stages * LATENCY_CLOCKS * (IEEE_LATENCY if ieee else 1.0) / ahead * _distance(problem, FAR)
     else:
@@ -101,7 +100,7 @@ def _wgmma_clocks(problem: StridedProblem, tile: Tile) -> float:
 def _mma_clocks(problem: StridedProblem, tile: Tile) -> float:
     """Returns the same by implicit_gemm_mma.cu."""
     multiply, weight_bytes, chunks = _work(problem, tile)
-    copied = _copied_elements(problem, tile) * chunks * len(phase_taps(problem))
+    copied = _copied_elements(problem, tile) * chunks * len(problem.phase_taps)
     of_copy = MMA_COPY_CLOCKS_NHWC if problem.input_channels_last else MMA_COPY_CLOCKS
     loads = of_copy * copied / copy_elements(problem, tile) + MMA_COPIED_BYTE_CLOCKS * copied * problem.item
     loads *= _distance(problem, FAR_MMA) if problem.input_channels_last else 1.0

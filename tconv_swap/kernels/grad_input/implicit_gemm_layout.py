@@ -3,6 +3,7 @@ csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -40,18 +41,18 @@ class StridedProblem(TileProblem):
         """Returns the rows and columns of positions of an image: the pixels of grad_input."""
         return self.geometry.out_height, self.geometry.out_width
 
-    @property
+    @cached_property
     def grad_input_elements(self) -> int:
         """Returns how many elements grad_input has."""
         return self.geometry.batch * self.geometry.out_channels * self.positions[0] * self.positions[1]
 
-    @property
+    @cached_property
     def row_multiple(self) -> int:
         """Returns a number that divides the columns of grad_output at every size, and with ``flat`` the columns that
         the positions of a row have there."""
         return self.aligned_columns if self.aligned else 1
 
-    @property
+    @cached_property
     def aligned_columns(self) -> int:
         """Returns the number of columns of which aligned rows of grad_output are multiples: it divides the columns that
         most layers have. If these are odd, layers have an output_padding, and any power of two may divide them."""
@@ -68,13 +69,13 @@ class StridedProblem(TileProblem):
         """Returns whether rows have an even number of positions."""
         return self.even
 
-    @property
+    @cached_property
     def can_be_aligned(self) -> bool:
         """Returns whether ``aligned`` holds for this size."""
         spanned = self.positions[1] * self.step[1] if self.flat else 0
         return not self.input_channels_last and (self.geometry.width | spanned) % self.aligned_columns == 0
 
-    @property
+    @cached_property
     def flat(self) -> bool:
         """Returns whether each input pixel meets at most one output pixel, and none lies outside the input."""
         return self.geometry.padding == (0, 0) and self.max_shift == (0, 0)
@@ -84,23 +85,37 @@ class StridedProblem(TileProblem):
         """Returns whether the layer is one of rows: neither its kernel nor its stride reaches into another one."""
         return self.geometry.kernel[0] == self.step[0] == 1
 
-    @property
+    @cached_property
     def phases_used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the phases of grad_output that have taps, for each axis."""
         (kh, kw), (dh, dw), (step_h, step_w) = self.geometry.kernel, self.geometry.dilation, self.step
         return _phases_of(kh, dh, step_h), _phases_of(kw, dw, step_w)
 
-    @property
+    @cached_property
     def reach(self) -> Pair:
         """Returns the pixels of grad_output from the first tap to the last, for each axis."""
         (kh, kw), (dh, dw) = self.geometry.kernel, self.geometry.dilation
         return (kh - 1) * dh, (kw - 1) * dw
 
-    @property
+    @cached_property
     def max_shift(self) -> Pair:
         """Returns the greatest shift of a tap within the image of its phase, for each axis."""
         reach_h, reach_w = self.reach
         return reach_h // self.step[0], reach_w // self.step[1]
+
+    @cached_property
+    def phase_taps(self) -> tuple[int, ...]:
+        """Returns how many taps each phase has that is a stage of its own: a phase of rows, in channels_last of rows
+        and columns."""
+        counts = []
+        for axis in (0, 1):
+            kernel, dilation, step = self.geometry.kernel[axis], self.geometry.dilation[axis], self.step[axis]
+            if axis == 1 and not self.input_channels_last:
+                counts.append([kernel])
+                continue
+            of_tap = Counter((kernel - 1 - k) * dilation % step for k in range(kernel))
+            counts.append([of_tap[phase] for phase in self.phases_used[axis]])
+        return tuple(rows * cols for rows in counts[0] for cols in counts[1])
 
 
 @lru_cache(maxsize=1024)
@@ -197,25 +212,6 @@ def copy_elements(problem: StridedProblem, tile: Tile) -> int:
     )
 
 
-def phase_taps(problem: StridedProblem) -> list[int]:
-    """Returns how many taps each phase has that is a stage of its own: a phase of rows, in channels_last of rows and
-    columns."""
-    counts = []
-    for axis in (0, 1):
-        kernel, dilation = problem.geometry.kernel[axis], problem.geometry.dilation[axis]
-        step = problem.step[axis]
-        if axis == 1 and not problem.input_channels_last:
-            counts.append([kernel])
-            continue
-        counts.append(
-            [
-                sum((kernel - 1 - k) * dilation % step == phase for k in range(kernel))
-                for phase in problem.phases_used[axis]
-            ]
-        )
-    return [rows * cols for rows in counts[0] for cols in counts[1]]
-
-
 def copied_box(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
     """Returns the rows of a phase that a tile copies, their columns, and how many of these are there for alignment,
     before the first position's."""
@@ -274,7 +270,7 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
         input_words = tile.chunk_words * aligned_to(column_phases * phase_image, 8, 32, 8)
     input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
-    weight_bytes = steps * max(phase_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
+    weight_bytes = steps * max(problem.phase_taps) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages

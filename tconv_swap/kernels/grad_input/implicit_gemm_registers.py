@@ -11,7 +11,6 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     copied_box,
     copy_elements,
     copy_slots,
-    phase_taps,
 )
 from tconv_swap.runtime.integers import ceil_div
 
@@ -38,14 +37,14 @@ def producer_registers(tile: Tile) -> int:
 
 def max_copy_registers(problem: StridedProblem, tile: Tile) -> int:
     """Returns how many registers of a producer thread may hold addresses and elements on their way to a stage."""
-    plain = problem.flat and len(phase_taps(problem)) <= 4
+    plain = problem.flat and len(problem.phase_taps) <= 4
     return min(producer_registers(tile) - PRODUCER_OVERHEAD, 104 if plain else MAX_COPY_REGISTERS)
 
 
 def phases_ahead(problem: StridedProblem, tile: Tile) -> int:
     """Returns how many phases grad_input/implicit_gemm_wgmma.cu loads ahead: as many as registers hold, and as divide
     the number of phases."""
-    phases, room = len(phase_taps(problem)), max_copy_registers(problem, tile)
+    phases, room = len(problem.phase_taps), max_copy_registers(problem, tile)
     return max(
         ahead
         for ahead in (1, 2, 3, 4)

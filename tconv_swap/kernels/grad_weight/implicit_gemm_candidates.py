@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import nsmallest
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.dtypes import DTYPES
@@ -115,15 +116,14 @@ def pool(layer: Problem, device: Device, sizes: tuple[Geometry, ...]) -> tuple[S
             firsts[shape.wgmma].append((shape, one))
     shapes: dict[Shape, None] = {}
     for kind in firsts.values():
-        for size in sizes:
-            # The map is taken to be filled by tiles of this shape.
-            pixels = size.batch * size.height * size.width
+        # The map is taken to be filled by tiles of this shape.
+        for pixels in dict.fromkeys(size.batch * size.height * size.width for size in sizes):
 
             def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
                 tile = one[1].tile
                 return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), 0, device)
 
-            shapes.update((shape, None) for shape, _ in sorted(kind, key=clocks)[:SHAPES_TRIED])
+            shapes.update((shape, None) for shape, _ in nsmallest(SHAPES_TRIED, kind, key=clocks))
     found: list[Schedule] = []
     for shape in shapes:
         choices = dict.fromkeys(
