@@ -31,6 +31,8 @@ MORE_SIZES = (
 PATCHES = (8, 37, 37)
 #: Of pose networks, whose sides are no powers of two, and of photographs.
 FURTHER_SIZES = ((32, 8, 6), (12, 24, 18), (4, 512, 512))
+#: Of networks that are served with few images; they are unusual.
+FEW_IMAGES = ((1, 7, 7), (4, 8, 8), (2, 13, 13))
 SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
     (8, 1, 512),
     (4, 1, 512),

@@ -11,13 +11,7 @@ from itertools import product
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.dtypes import IEEE, PRECISIONS, TF32, TF32_PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.layer_sizes import of_any_size
-from tconv_swap.kernels.forward import stride1 as forward_stride1
-from tconv_swap.kernels.forward.implicit_gemm_layout import (
-    LARGE_KERNEL,
-    has_stride_of_one_pixel,
-    make_problem,
-)
+from tconv_swap.kernels.forward.implicit_gemm_layout import LARGE_KERNEL, has_stride_of_one_pixel
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -74,24 +68,10 @@ def supports_some_size(problem: Problem, device: Device) -> bool:
 
 
 def computes_every_batch(problem: Problem, device: Device) -> bool:
-    """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images. A layer of stride 1 also has
-    a kernel for large images (forward/stride1.py). If gemm computes all maps of one pixel, the implicit GEMM needs no
-    kernel for them and has two for all other maps. This does not hold for layers with a large kernel: they are the
-    first layers of generators, which get many images."""
-    geometry = of_any_size(problem.geometry)
-    tile_problem = make_problem(
-        geometry,
-        problem.dtype,
-        problem.precision,
-        problem.channels_last,
-        problem.weight_channels_last,
-        has_bias=False,
-    )
-    return (
-        min(geometry.kernel) < LARGE_KERNEL
-        and supports_some_size(problem, device)
-        and forward_stride1.supports_some_size(tile_problem, device)
-    )
+    """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images, so that the implicit GEMM
+    needs no kernel for them and has more for all other maps. This does not hold for layers with a large kernel: they
+    are the first layers of generators, which get many images."""
+    return min(problem.geometry.kernel) < LARGE_KERNEL and supports_some_size(problem, device)
 
 
 def _supports_layer(problem: Problem, device: Device) -> bool:

@@ -1,7 +1,7 @@
 """The clocks that tiles of the forward implicit GEMM are expected to take for a size: they select the kernels of a
 layer, and the one that computes a size. Pure functions of data.
 
-The constants are fitted to 26,087 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on H100s, in
+The constants are fitted to 28,650 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on H100s, in
 clocks of 1.7 GHz; the standard deviation of the logarithm is 0.13 (docs/selection.md).
 """
 
@@ -36,7 +36,7 @@ BYTE_CLOCKS, PACKED_BYTE_CLOCKS, COPIED_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = (
 #: NEAR_BYTES of input and output, which the L2 has not always.
 SECTOR_BYTES, NEAR_BYTES = 32, 48 << 20
 RAGGED_OF_THREADS, RAGGED_TRANSPOSED, RAGGED_BYTE_CLOCKS = 0.000169, 0.000318, 0.000657
-RAGGED_FAR = 0.000557
+RAGGED_FAR = 0.00048
 #: Clocks of a byte of input for each further group of output channels whose blocks read it, where threads load it.
 REREAD_BYTE_CLOCKS = 0.000148
 #: Multiply-adds of a multiprocessor in a clock for each element of a word of 32 bits; the clocks that a multiply takes
@@ -63,11 +63,11 @@ RAGGED_PIXELS, LINE_BYTES, NARROW, NOT_OVERLAPPED = 2.27, 128, 1.4, 0.317
 OWN_LAYOUT, TWO_STAGES = 1.08, 1.31
 
 #: Loaded by threads, by wgmma: clocks of a copy of a thread and of a byte that it copies, and how many times as long
-#: they take in 16 bits, of several images, and with more than NEAR_BYTES of input and output; the share by which they
-#: take longer, for each MANY_COPIES above MANY_COPIES that a thread makes for a stage, beside sums of 128 registers;
-#: and clocks of a row of pixels of a channel, over the threads.
-COPY_CLOCKS, COPY_BYTE_CLOCKS, COPIED_ROW_CLOCKS = 5.98, 7.07, 20.4
-COPY_16_BITS, SEVERAL_IMAGES, FAR_INPUT = 0.916, 1.52, 1.48
+#: they take in 16 bits, and of several images; the share by which they take longer, for each MANY_COPIES above
+#: MANY_COPIES that a thread makes for a stage, beside sums of 128 registers; and clocks of a row of pixels of a
+#: channel, over the threads, and further ones with more than NEAR_BYTES of input and output.
+COPY_CLOCKS, COPY_BYTE_CLOCKS, COPIED_ROW_CLOCKS, FAR_ROW_CLOCKS = 5.98, 7.07, 20.4, 304
+COPY_16_BITS, SEVERAL_IMAGES = 0.916, 1.52
 MANY_COPIES, CROWDED, CROWDED_FRAGMENTS = 16, 0.81, 32
 #: How many times as long the loop takes with two stages, with two warpgroups of consumers, with one that is the only
 #: one of a multiprocessor, and in 16 bits where the taps of a row are WIDE_REACH pixels or more apart, at stride 1.
@@ -77,15 +77,23 @@ WIDE_REACH, WIDE_16_BITS = 4, 1.22
 TRANSPOSED_ROW_CLOCKS = 6.77
 
 #: By mma.sync: clocks of a copy in NCHW and in channels_last, and of a byte that is copied; how many times as long they
-#: take with several images, and with narrow maps; how many times as long a tile takes whose block is the only one of a
-#: multiprocessor.
+#: take with several images, and with narrow maps; the share by which they take longer in NCHW and 16 bits, which pass
+#: through registers, for each MMA_MANY_COPIES above MMA_MANY_COPIES that a thread makes for a stage; how many times as
+#: long a tile takes whose block is the only one of a multiprocessor, and with more than MANY_PHASES phases.
 MMA_COPY_CLOCKS, MMA_COPY_CLOCKS_NHWC, MMA_COPY_BYTE_CLOCKS = 0.06, 0.145, 0.0258
-MMA_SEVERAL_IMAGES, MMA_NARROW, MMA_ONE_BLOCK = 1.17, 1.76, 1.25
+MMA_SEVERAL_IMAGES, MMA_NARROW, MMA_MANY_COPIES, MMA_CROWDED = 1.17, 1.76, 64, 0.71
+MMA_ONE_BLOCK, MANY_PHASES, MMA_MANY_PHASES = 1.25, 4, 1.21
 
 #: Clocks of a store in NCHW by wgmma's warps, where the copy engine loads the input and where threads do, then of a
 #: byte as well; and by mma.sync, which stores from registers, in NCHW and in channels_last.
 STORE_CLOCKS, STORE_CLOCKS_OF_THREADS, STORED_BYTE_CLOCKS = 0.281, 0.177, 0.0219
 STORE_CLOCKS_MMA, STORE_CLOCKS_MMA_NHWC = 0.505, 0.334
+#: How many times as long NCHW stores of a flat problem take whose rows go on in the next one: of single outputs by
+#: wgmma's warps, and of at most SHORT_STORE_BYTES by mma.sync.
+FLAT_SINGLES, FLAT_SHORT_MMA, SHORT_STORE_BYTES = 2.79, 2.12, 4
+#: Further clocks of a row of outputs of a tile in NCHW by wgmma with more than NEAR_BYTES of input and output, where
+#: the copy engine loads the input and where threads do.
+FAR_STORED_ROW_CLOCKS, FAR_STORED_ROW_CLOCKS_OF_THREADS = 1.84, 4.9
 #: In channels_last by wgmma's warps: clocks of a store beyond those of 16 bytes, and of a byte, and how many times as
 #: long the latter takes where blocks of their own store each group of phases.
 SHORT_STORE_CLOCKS, STORED_BYTE_CLOCKS_NHWC, OF_PHASES = 0.395, 0.0103, 1.93
@@ -124,7 +132,11 @@ def _ragged_byte_clocks(problem: TileProblem, tile: Tile) -> float:
     if tile.nchw_stages:
         return RAGGED_TRANSPOSED
     clocks = RAGGED_OF_THREADS if tile.wgmma and not tile.tma else RAGGED_BYTE_CLOCKS
-    return clocks + (RAGGED_FAR if tile.wgmma and problem.moved_bytes > NEAR_BYTES else 0.0)
+    return clocks + (RAGGED_FAR if tile.wgmma and _is_far(problem) else 0.0)
+
+
+def _is_far(problem: TileProblem) -> bool:
+    return problem.moved_bytes > NEAR_BYTES
 
 
 def _weight_bytes(problem: TileProblem) -> int:
@@ -152,6 +164,7 @@ def _tile_clocks(problem: TileProblem, tile: Tile) -> float:
         multiply *= MMA * (IEEE if problem.precision == "IEEE" else 1.0)
         loop = multiply + weights + _copy_clocks_mma(problem, tile) * chunks
         loop *= MMA_ONE_BLOCK if tile.blocks_per_multiprocessor == 1 else 1.0
+        loop *= MMA_MANY_PHASES if problem.phases[0] * problem.phases[1] > MANY_PHASES else 1.0
     if problem.geometry.groups > 1 and tile.wgmma and not tile.nchw_stages:
         loop *= GROUPS
     return loop + _store_clocks(problem, tile)
@@ -187,19 +200,22 @@ def _copy_clocks(problem: TileProblem, tile: Tile) -> float:
     copies = copies_of_stage(problem, tile)
     clocks = copies * (COPY_CLOCKS + COPY_BYTE_CLOCKS * copied_elements(problem, tile) * problem.item)
     clocks *= (COPY_16_BITS if problem.item == 2 else 1.0) * (SEVERAL_IMAGES if tile.images > 1 else 1.0)
-    clocks *= FAR_INPUT if problem.moved_bytes > NEAR_BYTES else 1.0
     fragments = tile.warp_fragments * problem.phases[0] * problem.phases[1]
     if fragments >= CROWDED_FRAGMENTS and copies > MANY_COPIES:
         clocks *= 1 + CROWDED * (copies - MANY_COPIES) / MANY_COPIES
-    return clocks + COPIED_ROW_CLOCKS * copied_rows(problem, tile) / (32 * tile.producer_warps)
+    of_row = COPIED_ROW_CLOCKS + (FAR_ROW_CLOCKS if _is_far(problem) else 0.0)
+    return clocks + of_row * copied_rows(problem, tile) / (32 * tile.producer_warps)
 
 
 def _copy_clocks_mma(problem: TileProblem, tile: Tile) -> float:
     """Returns the clocks in which the threads of mma.sync load a stage."""
-    copies = copies_of_stage(problem, tile) * tile.threads
+    of_thread = copies_of_stage(problem, tile)
+    copies = of_thread * tile.threads
     of_copy = MMA_COPY_CLOCKS_NHWC if problem.input_channels_last else MMA_COPY_CLOCKS
     clocks = copies * (of_copy + MMA_COPY_BYTE_CLOCKS * copied_elements(problem, tile) * problem.item)
     clocks *= MMA_SEVERAL_IMAGES if tile.images > 1 else 1.0
+    if problem.item == 2 and not problem.input_channels_last and of_thread > MMA_MANY_COPIES:
+        clocks *= 1 + MMA_CROWDED * (of_thread - MMA_MANY_COPIES) / MMA_MANY_COPIES
     return clocks * (MMA_NARROW if _is_narrow(problem, tile) else 1.0)
 
 
@@ -214,18 +230,30 @@ def _store_clocks(problem: TileProblem, tile: Tile) -> float:
     outputs = tile.positions * rows * problem.phases[1] * channels
     item = 4 if tile.splits > 1 else problem.item
     if not problem.output_channels_last:
-        stores = outputs / _outputs_of_store(problem, tile)
-        if not tile.wgmma:
-            return STORE_CLOCKS_MMA * stores
-        if tile.tma or tile.nchw_stages:
-            return STORE_CLOCKS * stores
-        return STORE_CLOCKS_OF_THREADS * stores + STORED_BYTE_CLOCKS * outputs * problem.item
+        return _store_clocks_nchw(problem, tile, outputs)
     most = 16 // item
     of_store = gcd(problem.geometry.out_channels_per_group, most)
     if not tile.wgmma:
         return STORE_CLOCKS_MMA_NHWC * outputs / of_store
     of_byte = STORED_BYTE_CLOCKS_NHWC * (OF_PHASES if len(problem.group_taps) > 1 else 1.0)
     return SHORT_STORE_CLOCKS * outputs * (1 / of_store - 1 / most) + of_byte * outputs * problem.item
+
+
+def _store_clocks_nchw(problem: TileProblem, tile: Tile, outputs: int) -> float:
+    """Returns the clocks in which a block stores its ``outputs`` in NCHW."""
+    of_store = _outputs_of_store(problem, tile)
+    stores, crosses_rows = outputs / of_store, problem.flat and not tile.by_rows
+    if not tile.wgmma:
+        short = crosses_rows and of_store * problem.item <= SHORT_STORE_BYTES
+        return STORE_CLOCKS_MMA * stores * (FLAT_SHORT_MMA if short else 1.0)
+    stores *= FLAT_SINGLES if crosses_rows and of_store == 1 else 1.0
+    if tile.nchw_stages or tile.by_rows:
+        return STORE_CLOCKS * stores
+    stored_rows = outputs / (tile.cols * problem.phases[1]) if _is_far(problem) else 0.0
+    if tile.tma:
+        return STORE_CLOCKS * stores + FAR_STORED_ROW_CLOCKS * stored_rows
+    clocks = STORE_CLOCKS_OF_THREADS * stores + STORED_BYTE_CLOCKS * outputs * problem.item
+    return clocks + FAR_STORED_ROW_CLOCKS_OF_THREADS * stored_rows
 
 
 def _outputs_of_store(problem: TileProblem, tile: Tile) -> int:

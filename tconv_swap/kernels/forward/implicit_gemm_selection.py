@@ -17,7 +17,9 @@ from tconv_swap.kernels.common.forward_schedules import (
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.schedules import (
+    FEW_IMAGES,
     FURTHER_SIZES,
+    UNUSUAL,
     representative_sizes,
     select_covering,
 )
@@ -157,12 +159,15 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
     g = layer.geometry
     if layer.one_pixel:
         return [_sized(layer, batch, 1, 1) for batch in ONE_PIXEL_BATCHES], [1.0] * len(ONE_PIXEL_BATCHES)
+    one_row = g.kernel[0] == g.stride[0] == 1 < g.kernel[1] and g.padding[0] == 0
     weighted = representative_sizes(
-        one_row=g.kernel[0] == g.stride[0] == 1 < g.kernel[1] and g.padding[0] == 0,
+        one_row=one_row,
         patches=g.kernel == g.stride,
         channels=g.in_channels_per_group,
         further=FURTHER_SIZES,
     )
+    if not one_row:
+        weighted += [(size, UNUSUAL) for size in FEW_IMAGES]
     sized = [(_sized(layer, *size), weight) for size, weight in weighted]
     sized = [one for one in sized if min(one[0].geometry.out_height, one[0].geometry.out_width) > 0]
     return [size for size, _ in sized], [weight for _, weight in sized]

@@ -168,9 +168,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[tuple[Tile, ...]]:
     """Yields tiles that wgmma multiplies, each with all numbers of stages, the most first."""
     geometry = problem.geometry
     channels = geometry.out_channels_per_group
-    if len(problem.phase_taps) > (
-        MAX_IEEE_PHASE_STAGES if problem.precision == "IEEE" else MAX_PHASE_STAGES
-    ):
+    if len(problem.phase_taps) > (MAX_IEEE_PHASE_STAGES if problem.precision == "IEEE" else MAX_PHASE_STAGES):
         return
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -27,7 +28,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     can_be_aligned,
     make_problem,
 )
-from tconv_swap.kernels.forward.implicit_gemm_memory import loaded_pixels
+from tconv_swap.kernels.forward.implicit_gemm_memory import copies_of_stage, loaded_pixels
 from tconv_swap.kernels.forward.implicit_gemm_selection import choose
 from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, legal, shapes
 
@@ -35,7 +36,7 @@ Mode = tuple[torch.dtype, str]
 Case = tuple[TileProblem, Tile]
 #: Layers and sizes of which every constant of the clocks concerns some tile: maps of few and of many columns, taps in
 #: phase groups, channels that are no whole lines or pieces, weights of 16 MiB and more, odd rows, groups, wide kernels,
-#: and few tiles.
+#: few tiles, many phases, single outputs of flat problems, and many copies of a thread.
 VARIED = (
     Geometry(40, 96, 14, 13, 40, (4, 4), (2, 2), (1, 1)),
     Geometry(16, 1024, 8, 8, 640, (4, 4), (2, 2), (1, 1)),
@@ -48,6 +49,9 @@ VARIED = (
     Geometry(16, 128, 64, 64, 128, (4, 4), (2, 2), (1, 1)),
     Geometry(300, 256, 4, 4, 128, (4, 4), (2, 2), (1, 1)),
     Geometry(1, 512, 16, 16, 96, (4, 4), (2, 2), (1, 1)),
+    Geometry(2, 64, 1, 600, 40, (1, 8), (1, 6)),
+    Geometry(64, 96, 44, 42, 96, (3, 3), (3, 3)),
+    Geometry(4, 64, 250, 250, 24, (5, 5), (1, 1), (2, 2)),
 )
 
 
@@ -207,6 +211,22 @@ def is_ragged(problem: TileProblem, tile: Tile) -> bool:
     return not problem.output_channels_last and rows % 32 != 0 and not tile.by_rows
 
 
+def is_far(problem: TileProblem) -> bool:
+    return problem.moved_bytes > 48 << 20
+
+
+def is_stored_far(problem: TileProblem, tile: Tile) -> bool:
+    """Returns whether rows of outputs go to more memory than the L2 has."""
+    return is_far(problem) and not (problem.output_channels_last or tile.by_rows)
+
+
+def outputs_across_rows(problem: TileProblem, tile: Tile) -> int:
+    """Returns the outputs of one store in NCHW of a flat problem whose rows go on in the next one, or 0."""
+    if problem.output_channels_last or tile.by_rows or not problem.flat:
+        return 0
+    return clocks_of_tiles._outputs_of_store(problem, tile)
+
+
 def reads_again(problem: TileProblem, tile: Tile) -> bool:
     """Returns whether several blocks read the same input."""
     one = problem.geometry.out_channels_per_group <= problem.block_channels(tile)
@@ -222,9 +242,7 @@ WHERE: dict[str, Callable[[TileProblem, Tile], bool]] = {
     "RAGGED_OF_THREADS": lambda *one: is_ragged(*one) and by_threads(one[1]),
     "RAGGED_TRANSPOSED": lambda *one: is_ragged(*one) and one[1].nchw_stages > 0,
     "RAGGED_BYTE_CLOCKS": lambda *one: is_ragged(*one) and (one[1].tma or not one[1].wgmma),
-    "RAGGED_FAR": lambda *one: (
-        is_ragged(*one) and (one[1].tma or by_threads(one[1])) and one[0].moved_bytes > 48 << 20
-    ),
+    "RAGGED_FAR": lambda *one: is_ragged(*one) and (one[1].tma or by_threads(one[1])) and is_far(one[0]),
     "PACKED_BYTE_CLOCKS": lambda _, tile: not tile.tma_weights,
     "PARTIAL_BYTE_CLOCKS": lambda _, tile: tile.splits > 1,
     "REREAD_BYTE_CLOCKS": reads_again,
@@ -243,6 +261,19 @@ WHERE: dict[str, Callable[[TileProblem, Tile], bool]] = {
     "SEVERAL_IMAGES": lambda _, tile: by_threads(tile) and tile.images > 1,
     "NARROW": lambda problem, tile: tile.tma and tile.cols < 8 and not problem.flat,
     "MMA_NARROW": lambda problem, tile: not tile.wgmma and tile.cols < 8 and not problem.flat,
+    "FAR_ROW_CLOCKS": lambda problem, tile: by_threads(tile) and is_far(problem),
+    "FAR_STORED_ROW_CLOCKS": lambda *one: one[1].tma and is_stored_far(*one),
+    "FAR_STORED_ROW_CLOCKS_OF_THREADS": lambda *one: by_threads(one[1]) and is_stored_far(*one),
+    "FLAT_SINGLES": lambda *one: one[1].wgmma and outputs_across_rows(*one) == 1,
+    "FLAT_SHORT_MMA": lambda problem, tile: (
+        not tile.wgmma and 0 < outputs_across_rows(problem, tile) * problem.item <= 4
+    ),
+    "MMA_CROWDED": lambda problem, tile: (
+        not (tile.wgmma or problem.input_channels_last)
+        and problem.item == 2
+        and copies_of_stage(problem, tile) > 64
+    ),
+    "MMA_MANY_PHASES": lambda problem, tile: not tile.wgmma and math.prod(problem.phases) > 4,
     "MMA_ONE_BLOCK": lambda _, tile: not tile.wgmma and tile.blocks_per_multiprocessor == 1,
 }
 
