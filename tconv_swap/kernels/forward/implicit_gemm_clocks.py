@@ -1,8 +1,9 @@
 """The clocks that tiles of the forward implicit GEMM are expected to take for a size: they select the kernels of a
 layer, and the one that computes a size. Pure functions of data.
 
-The constants are fitted to 28,650 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on H100s, in
-clocks of 1.7 GHz; the standard deviation of the logarithm is 0.13 (docs/selection.md).
+The constants are fitted to 26,087 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on H100s, in
+clocks of 1.7 GHz, and those of large maps to 2,563 more; the standard deviation of the logarithm is 0.13, of large maps
+0.18 (docs/selection-forward.md).
 """
 
 from __future__ import annotations

@@ -84,6 +84,16 @@ def test_a_layer_that_also_has_stride1_leaves_two_kernels_for_other_maps(layer: 
             assert width % seen.row_multiple == 0
 
 
+def test_a_layer_with_a_small_kernel_leaves_three_kernels_for_other_maps() -> None:
+    """Without stride1, as in channels_last; one with a large kernel needs another kernel for many images."""
+    for kernel, limit, of_many in (((3, 3), 3, "gemm"), ((4, 4), 2, "implicit_gemm")):
+        layer = Geometry(4, 64, 96, 96, 128, kernel, (2, 2))
+        posed = make_problem(layer, torch.float16, "ieee", True, True, True)
+        assert max_implicit_gemm_schedules(of_any_size(posed), H200) == limit
+        many = plan.Problem(replace(layer, batch=5000, height=1, width=1), torch.float16, "ieee", True, True)
+        assert plan.plan_forward(many, True, H200).family == of_many
+
+
 @pytest.mark.parametrize(
     "other",
     [
