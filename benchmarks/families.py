@@ -17,7 +17,6 @@ from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
-from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
@@ -108,7 +107,7 @@ def chosen(problem: Problem, stage: str, has_bias: bool, device: Device, found: 
 
 def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]:
     yield from forward_implicit_gemm.plan_candidates(problem, has_bias, device, _ALL)
-    for family in (forward_stride1, forward_col2im, forward_narrow_mma, forward_narrow_ffma, forward_gemm):
+    for family in (forward_col2im, forward_narrow_mma, forward_narrow_ffma, forward_gemm):
         yield from family.plan_candidates(problem, has_bias, device, 1)
     tiny = tiny_family.plan_forward(problem)
     if tiny is not None:

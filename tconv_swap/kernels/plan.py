@@ -15,7 +15,6 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import narrow as forward_narrow
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
-from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
@@ -51,8 +50,8 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
 
     Tiny problems take one launch. Maps of one pixel are a plain matrix product (gemm). Of the rest, col2im computes
     layers with few output channels, narrow_mma or narrow_ffma (narrow.py) what memory bounds or what has few channels
-    in a group, stride1 large images of stride 1 in NCHW, implicit_gemm what has enough channels to fill a tile of the
-    tensor cores, and the general kernels what remains, and all of float64.
+    in a group, implicit_gemm what has enough channels to fill a tile of the tensor cores (at stride 1 in NCHW stride1
+    where that is expected to be faster), and the general kernels what remains, and all of float64.
     """
     made = _forward_of_larger_families(problem, has_bias, device)
     tiny = tiny_family.plan_forward(problem) if tiny_family.replaces(made) else None
@@ -64,7 +63,6 @@ def _forward_of_larger_families(problem: Problem, has_bias: bool, device: Device
         forward_gemm.plan_forward,
         forward_col2im.plan_forward,
         forward_narrow.plan_forward,
-        forward_stride1.plan_forward,
         forward_implicit_gemm.plan_forward,
     )
     for family in families:
@@ -79,7 +77,6 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
     in turn."""
     families = (
         forward_implicit_gemm.plan_candidates(problem, has_bias, device, count),
-        forward_stride1.plan_candidates(problem, has_bias, device, count),
         forward_col2im.plan_candidates(problem, has_bias, device, count),
         forward_narrow_mma.plan_candidates(problem, has_bias, device, count),
         forward_narrow_ffma.plan_candidates(problem, has_bias, device, count),

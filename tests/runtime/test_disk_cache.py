@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.forward.implicit_gemm_layout import make_problem
-from tconv_swap.kernels.forward.implicit_gemm_selection import kernels_of, of_any_size
+from tconv_swap.kernels.forward.implicit_gemm_layout import make_problem, of_any_size
+from tconv_swap.kernels.forward.selection import kernels_of
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime import disk_cache
 

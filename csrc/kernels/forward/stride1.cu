@@ -40,7 +40,9 @@ constexpr int ALIGNMENT = 16 / ITEM;
 constexpr int PITCH_BYTES = PITCH * ITEM, PLANE_COPIED = K_CHANNELS / PLANES * PITCH_BYTES, PLANE_BYTES = round_up(PLANE_COPIED, 128);
 constexpr int ROW_COPIED = PLANES * PLANE_COPIED, ROW_BYTES = PLANES * PLANE_BYTES;
 constexpr int ROWS_AT = WEIGHT_BYTES, BARRIERS = ROWS_AT + STAGES * ROW_BYTES, WEIGHT_BARRIER = BARRIERS + STAGES * 16;
-static_assert(SHARED_BYTES == WEIGHT_BARRIER + 16 + 1024, "the plan and the kernel must agree");
+/// The shifts of the tile's channels in float32, then their scales.
+constexpr int FACTORS = WEIGHT_BARRIER + 16;
+static_assert(SHARED_BYTES == FACTORS + 2 * 4 * TILE_CHANNELS + 1024, "the plan and the kernel must agree");
 static_assert(PITCH <= 256 && STAGES >= 2 && (PLANES == 1 || (PLANES == 2 && UNALIGNED_ROWS)));
 
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS, PRODUCER_THREADS = 32;
@@ -187,8 +189,22 @@ struct Consumer {
   u32 base;
   int lane, warp, first_channel;
   const Epilogue& epilogue;
+  const float* factors;
   Element* output;
   const Stride1Sizes& sizes;
+
+  /// Reads the factors of two neighbouring channels of the tile from shared memory.
+  __device__ __forceinline__ void read_factors(Channel (&pair)[2], int channel) const {
+    pair[0] = pair[1] = Channel{1, 0};
+    if constexpr (HAS_BIAS || NORMALIZES) {
+      const float2 shift = *reinterpret_cast<const float2*>(factors + channel);
+      pair[0].shift = shift.x, pair[1].shift = shift.y;
+    }
+    if constexpr (NORMALIZES) {
+      const float2 scale = *reinterpret_cast<const float2*>(factors + TILE_CHANNELS + channel);
+      pair[0].scale = scale.x, pair[1].scale = scale.y;
+    }
+  }
 
   /// Multiplies input row i of a work tile, and stores the output row that it completes.
   template <int PHASE>
@@ -235,13 +251,14 @@ struct Consumer {
     const bool has_first = col < sizes.out_width, has_second = col + NEXT < sizes.out_width;
     Element* to = output + (static_cast<long long>(work.image) * OUT_CHANNELS + channel) * pixels + static_cast<long long>(row) * sizes.out_width + col;
 #pragma unroll
-    for (int j = 0; j < TILE_CHANNELS / 8; ++j)
+    for (int j = 0; j < TILE_CHANNELS / 8; ++j) {
+      Channel pair[2];
+      read_factors(pair, j * 8 + lane % 4 * 2);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int at = j * 8 + r;
         if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
-        const Channel each = load_channel(epilogue, channel + at);
-        const float first = apply_epilogue(sums[j * 4 + r], each, epilogue), second = apply_epilogue(sums[j * 4 + 2 + r], each, epilogue);
+        const float first = apply_epilogue(sums[j * 4 + r], pair[r], epilogue), second = apply_epilogue(sums[j * 4 + 2 + r], pair[r], epilogue);
         // One multiply of 32 bits with an addition of 64 makes the address.
         Element* pixel = to + static_cast<long long>(pixels) * at;
         if constexpr (PAIRS && ITEM == 2) {
@@ -251,6 +268,7 @@ struct Consumer {
           if (has_second) pixel[NEXT] = store_as<Element>(second);
         }
       }
+    }
   }
 
   __device__ __forceinline__ void run(u32 weight_barrier, int first, int step) {
@@ -276,7 +294,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
                    Element* __restrict__ output, const __grid_constant__ Stride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const u32 base = ptx::keep_in_register((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
+  float* factors = reinterpret_cast<float*>(shared) + (base - ptx::shared_address(shared) + FACTORS) / 4;
+  const int tile = blockIdx.x % CHANNEL_TILES, first = blockIdx.x / CHANNEL_TILES, step = gridDim.x / CHANNEL_TILES;
   const Ring ring(base);
+  if ((HAS_BIAS || NORMALIZES) && threadIdx.x < TILE_CHANNELS) {
+    const int channel = tile * TILE_CHANNELS + threadIdx.x;
+    const Channel each = load_channel(epilogue, channel, channel < OUT_CHANNELS);
+    factors[threadIdx.x] = each.shift, factors[TILE_CHANNELS + threadIdx.x] = each.scale;
+  }
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     Ring each = ring;
@@ -288,11 +313,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  const int tile = blockIdx.x % CHANNEL_TILES, first = blockIdx.x / CHANNEL_TILES, step = gridDim.x / CHANNEL_TILES;
   if (threadIdx.x >= CONSUMER_THREADS) {
     if (threadIdx.x == CONSUMER_THREADS) produce(ring, weight_barrier, input, packed, sizes, tile, first, step);
   } else {
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
-    Consumer{ring, base, lane, warp, tile * TILE_CHANNELS, epilogue, output, sizes}.run(weight_barrier, first, step);
+    Consumer{ring, base, lane, warp, tile * TILE_CHANNELS, epilogue, factors, output, sizes}.run(weight_barrier, first, step);
   }
 }

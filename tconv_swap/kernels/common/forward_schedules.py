@@ -11,12 +11,8 @@ from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import col2im_choice as forward_col2im_choice
 from tconv_swap.kernels.forward import gemm as forward_gemm
-from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, has_stride_of_one_pixel
 from tconv_swap.kernels.problem import Device, Problem
-
-#: The most channels of grad_output that forward/stride1.py computes.
-MAX_STRIDE1_CHANNELS = 256
 
 
 def max_narrow_schedules(problem: Problem, device: Device) -> int:
@@ -29,9 +25,8 @@ def max_narrow_schedules(problem: Problem, device: Device) -> int:
 
 
 def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
-    """Returns how many schedules the implicit GEMM has. Maps of one pixel have one of their own if the layer has
-    another stride for them and forward/gemm.py does not compute them all; forward/gemm.py and forward/stride1.py have
-    one each."""
+    """Returns how many schedules the implicit GEMM and stride1 have together. Maps of one pixel have one of their own
+    if the layer has another stride for them and forward/gemm.py does not compute them all; forward/gemm.py has one."""
     pixels = Problem(
         layer.geometry,
         layer.dtype,
@@ -44,24 +39,15 @@ def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
         MAX_SCHEDULES
         - (of_one_pixel and not forward_gemm.computes_every_batch(pixels, device))
         - forward_gemm.supports_some_size(pixels, device)
-        - forward_stride1.supports_some_size(layer, device)
     )
 
 
-def max_schedules_of_grad_input(layer: TileProblem, device: Device) -> int:
-    """Returns the same where it computes the gradient of the input at stride 1. A map of one pixel has another kernel
-    if the layer's kernel is not padded, and large NCHW images have one of forward/stride1.py."""
+def max_schedules_of_grad_input(layer: TileProblem) -> int:
+    """Returns the same where they compute the gradient of the input at stride 1. A map of one pixel has another kernel
+    if the layer's kernel is not padded."""
     g = layer.geometry
     unpadded = all(
         padding == dilation * (kernel - 1)
         for kernel, padding, dilation in zip(g.kernel, g.padding, g.dilation, strict=True)
     )
-    in_nchw = not (layer.input_channels_last or layer.output_channels_last)
-    by_stride1 = (
-        device.architecture == "sm_90a"
-        and in_nchw
-        and layer.parts == g.groups == 1
-        and g.dilation == (1, 1)
-        and g.in_channels <= MAX_STRIDE1_CHANNELS
-    )
-    return MAX_SCHEDULES - (unpadded and max(g.kernel) > 1) - by_stride1
+    return MAX_SCHEDULES - (unpadded and max(g.kernel) > 1)

@@ -4,15 +4,18 @@ computes, and what it launches. Pure functions of data."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
-from tconv_swap.kernels.common.sizes import divisor, tile_sizes
+from tconv_swap.kernels.common.ranked import Ranked, in_turn
+from tconv_swap.kernels.common.sizes import tile_sizes
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward.implicit_gemm_candidates import ranked as ranked_tiles
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
-from tconv_swap.kernels.forward.implicit_gemm_clocks import CLOCKS_OF_MICROSECOND, expected_clocks
+from tconv_swap.kernels.forward.implicit_gemm_clocks import CLOCKS_OF_MICROSECOND
 from tconv_swap.kernels.forward.implicit_gemm_fit import PRODUCER_REGISTERS, STAGING_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
@@ -27,10 +30,11 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
     shared_bytes,
     stores_lines,
 )
-from tconv_swap.kernels.forward.implicit_gemm_selection import choose
 from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape, shape_words
+from tconv_swap.kernels.forward.implicit_gemm_split_k import reduce_launch
 from tconv_swap.kernels.forward.implicit_gemm_tensor_maps import input_map, nchw_map, weight_map
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import TMA_PRODUCER_REGISTERS
+from tconv_swap.kernels.forward.selection import Kernels, kernels_for, kernels_of
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -39,6 +43,7 @@ from tconv_swap.runtime.program import (
     Kernel,
     Launch,
     Output,
+    Part,
     Plan,
     TensorMap,
     input_,
@@ -49,7 +54,6 @@ from tconv_swap.runtime.program import (
 )
 
 _PACK_THREADS = 256
-_REDUCE_THREADS = 256
 #: The most phase groups; each is computed by blocks of its own.
 MAX_PHASE_GROUPS = 8
 #: The most positions by which a tile may extend beyond the last position.
@@ -68,13 +72,39 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """Returns the ``count`` plans that are expected to be the fastest, the best first."""
+    """Returns ``count`` plans: the one that is expected to be the fastest, then the best of each family in turn; after
+    the kernels of the layer those that it may have."""
     if (channels := padded_channels(problem, problem.geometry.in_channels)) is not None:
         return _of_more_channels(problem, channels, has_bias, device, count)
-    tile_problem = _as_tiles(problem, has_bias)
-    if not supports(tile_problem, device):
+    outputs = (Output(problem.geometry.output_shape, problem.channels_last),)
+    return [
+        Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
+        for part in part_candidates(_as_tiles(problem, has_bias), device, count)
+    ]
+
+
+def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Part]:
+    """Returns the same of a forward pass, or of a gradient of the input that is one."""
+    if not supports(problem, device):
         return []
-    return [lower(*tile, device) for tile in choose(tile_problem, device, count)]
+    found = _ranked(kernels_of(of_any_size(problem), device), problem, device)[:count]
+    if len(found) < count and count > 1:
+        found += _ranked(kernels_for(problem, device), problem, device)
+    parts = dict.fromkeys(one.make() for one in found[: 2 * count])
+    return list(parts)[:count]
+
+
+def _ranked(kernels: Kernels, problem: TileProblem, device: Device) -> list[Ranked]:
+    """Returns the parts of those kernels that compute this size: the one that is expected to be the fastest, then the
+    best of each family in turn."""
+    families = [
+        [
+            Ranked(clocks, partial(lower, seen, tile, device))
+            for clocks, seen, tile in ranked_tiles(kernels.implicit_gemm, problem, device)
+        ],
+        forward_stride1.ranked(kernels.stride1, problem, device),
+    ]
+    return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))
 
 
 def _as_tiles(problem: Problem, has_bias: bool) -> TileProblem:
@@ -90,13 +120,16 @@ def _as_tiles(problem: Problem, has_bias: bool) -> TileProblem:
 
 def expected_time(problem: Problem, device: Device) -> float | None:
     """Returns the expected microseconds of the best plan on an H100, if wgmma multiplies; None for other problems."""
-    tile_problem = _as_tiles(problem, has_bias=False)
-    if not supports(tile_problem, device):
+    posed = _as_tiles(problem, has_bias=False)
+    if not supports(posed, device):
         return None
-    found = choose(tile_problem, device)
-    if not (found and found[0][1].wgmma):
-        return None
-    return expected_clocks(*found[0], device.multiprocessors) / CLOCKS_OF_MICROSECOND
+    kernels = kernels_of(of_any_size(posed), device)
+    times = [
+        (clocks, tile.wgmma) for clocks, _, tile in ranked_tiles(kernels.implicit_gemm, posed, device)[:1]
+    ]
+    times += [(one.clocks, True) for one in forward_stride1.ranked(kernels.stride1, posed, device)[:1]]
+    clocks, by_wgmma = min(times)
+    return clocks / CLOCKS_OF_MICROSECOND if by_wgmma else None
 
 
 def _of_more_channels(
@@ -299,8 +332,8 @@ def _compiled(layer: TileProblem, tile: Tile) -> Compiled:
     return Compiled(kernel, shared, pack, packed_bytes)
 
 
-def lower(problem: TileProblem, tile: Tile, device: Device) -> Plan:
-    """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights, the
+def lower(problem: TileProblem, tile: Tile, device: Device) -> Part:
+    """Returns the part that computes the problem with this tile. Its workspace holds the packed weights, the
     channels_last copy of the input, and the partial sums of the splits."""
     geometry = problem.geometry
     compiled = _compiled(of_any_size(problem), of_any_shape(tile)._replace(splits=min(tile.splits, 2)))
@@ -337,38 +370,10 @@ def lower(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     launches.append(forward)
     if tile.splits > 1:
         launches.append(reduce_launch(problem, tile.splits, used, outputs))
-    return Plan(
+    return Part(
         "implicit_gemm",
         f"{problem.precision} tensor cores, {tile}"
         + (", input copied to channels_last" if problem.nhwc_copy else ""),
-        outputs=(Output(geometry.output_shape, problem.output_channels_last),),
-        launches=tuple(launches),
-        workspace_bytes=used + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
-    )
-
-
-def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) -> Launch:
-    """Returns the launch that adds up the ``count`` outputs of every split, which begin ``offset`` bytes into the
-    workspace."""
-    geometry = problem.geometry
-    vector = 4 if geometry.out_channels % 4 == 0 else 1
-    kernel = Kernel(
-        "forward/implicit_gemm_split_k.cu",
-        "forward_implicit_gemm_split_k",
-        (
-            ("Element", ELEMENT_TYPES[problem.dtype]),
-            ("OUT_CHANNELS", geometry.out_channels),
-            ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
-            *bias_alone(problem.has_bias),
-            ("VECTOR", vector),
-            ("THREADS", _REDUCE_THREADS),
-        ),
-    )
-    return Launch(
-        kernel,
-        grid=ceil_div(count, _REDUCE_THREADS * vector),
-        block=_REDUCE_THREADS,
-        arguments=(workspace(offset), input_(2), output(0), struct(0)),
-        overlaps_previous=True,
-        structs=((count, splits, *divisor(geometry.out_height * geometry.out_width)),),
+        tuple(launches),
+        used + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
     )

@@ -1,57 +1,73 @@
-"""The tile of csrc/kernels/forward/stride1.cu, the shared memory that it takes, and its expected time. Pure
-functions of data."""
+"""The tile of csrc/kernels/forward/stride1.cu, and the shared memory that it takes. Pure functions of data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Pixels of a warpgroup; bytes of a multiply along k.
-PIXELS, _STEP_BYTES = 64, 32
+#: Pixels of a warpgroup.
+PIXELS = 64
 #: Bytes of shared memory for alignment to 1024 bytes and the barrier of the weights.
 _EXTRA_BYTES = 1024 + 16
 #: The most rows of the input in shared memory.
 _MAX_STAGES = 4
 #: The columns of a multiply that the kernel supports; the most sums of a thread; the consumer warpgroups of a block
-#: (three were slower).
-_WIDTHS, _MAX_SUMS, WARPGROUPS = (64, 96, 128, 192, 256), 96, (1, 2)
-#: Clocks that a row of the input takes in addition to its multiplies.
-_ROW_CLOCKS = 400
+#: (three were slower), and the output channels of a tile.
+_WIDTHS, _MAX_SUMS, WARPGROUPS, CHANNELS = (64, 96, 128, 192, 256), 96, (1, 2), (32, 64)
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """What a block computes: 64 ``warpgroups`` pixels of a row and ``channels`` channels of the output at a time.
+class Stride1Kernel:
+    """What is compiled in beside the layer.
 
     Attributes:
+        warpgroups: consumers, each of which computes 64 pixels of a row.
+        channels: output channels of a tile.
         stacked: whether all rows of taps are columns of one multiply; else each row of taps has a multiply of its own.
         stages: rows of the input in shared memory.
-        segment: output rows that a block computes one after another.
-        blocks: blocks of each channel tile.
+        unaligned_rows: whether a box takes consecutive pixels of a whole image, at any pixel; no tap may read beyond
+            the ends of rows then. Else rows begin at multiples of 16 bytes.
+        planes: 1 with aligned rows, else the channels whose distance in memory is a multiple of 16 bytes, or a divisor.
     """
 
     warpgroups: int
     channels: int
     stacked: bool
     stages: int
+    unaligned_rows: bool
+    planes: int
+
+    def computes(self, problem: TileProblem) -> bool:
+        """Whether it loads rows such as those of the problem, which forward/stride1.py supports."""
+        return (self.unaligned_rows, self.planes) in _loaded_by(problem)
+
+    def __str__(self) -> str:
+        together = "together" if self.stacked else "apart"
+        return f"{self.channels} channels x {self.warpgroups * PIXELS} pixels, rows of taps {together}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes: 64 ``kernel.warpgroups`` pixels of a row and ``kernel.channels`` channels of the output at
+    a time.
+
+    Attributes:
+        segment: output rows that a block computes one after another.
+        blocks: blocks of each channel tile.
+    """
+
+    kernel: Stride1Kernel
     segment: int
     blocks: int
 
-    @property
-    def kernel(self) -> tuple[int, int, bool, int]:
-        """The fields that are compiled in."""
-        return self.warpgroups, self.channels, self.stacked, self.stages
-
     def __str__(self) -> str:
-        return (
-            f"{self.channels} channels x {self.warpgroups * PIXELS} pixels, rows of taps "
-            f"{'together' if self.stacked else 'apart'}, {self.segment} rows at a time"
-        )
+        return f"{self.kernel}, {self.segment} rows at a time"
 
 
 def _alignment(problem: TileProblem) -> int:
@@ -59,19 +75,22 @@ def _alignment(problem: TileProblem) -> int:
     return 16 // problem.item
 
 
-def has_unaligned_rows(problem: TileProblem) -> bool:
-    """Whether the bytes of a row of the input are no multiple of 16; boxes then take consecutive pixels of a whole
-    image."""
-    return problem.geometry.width % _alignment(problem) != 0
+def _loaded_by(problem: TileProblem) -> Iterator[tuple[bool, int]]:
+    """Yields ``unaligned_rows`` and ``planes`` of the kernels that load the rows of the input."""
+    g, unit = problem.geometry, _alignment(problem)
+    if g.width % unit == 0:
+        yield False, 1
+    first = first_col(problem)
+    if first >= 0 and first + g.out_width + g.kernel[1] - 1 <= g.width:
+        # The smallest distance of two channels whose addresses differ by a multiple of 16 bytes.
+        least = unit // gcd(unit, g.height * g.width)
+        yield from ((True, planes) for planes in (1, 2) if planes % least == 0 == g.in_channels % planes)
 
 
-def planes_of(problem: TileProblem) -> int:
-    """Returns the smallest distance of two channels whose addresses differ by a multiple of 16 bytes, with
-    unaligned rows; elsewhere 1."""
-    unit = _alignment(problem)
-    if not has_unaligned_rows(problem):
-        return 1
-    return unit // gcd(unit, problem.geometry.height * problem.geometry.width)
+def can_load(problem: TileProblem) -> bool:
+    """Whether a kernel loads the rows of the input: they are multiples of 16 bytes, or no tap reads beyond their
+    ends."""
+    return any(True for _ in _loaded_by(problem))
 
 
 def first_col(problem: TileProblem) -> int:
@@ -79,14 +98,14 @@ def first_col(problem: TileProblem) -> int:
     return problem.geometry.padding[1] - (problem.geometry.kernel[1] - 1)
 
 
-def pitch(problem: TileProblem, warpgroups: int) -> int:
+def pitch(problem: TileProblem, kernel: Stride1Kernel) -> int:
     """Returns the pixels of a row of a box, such that the reads of a warp use all banks of shared memory."""
     g, unit = problem.geometry, _alignment(problem)
-    left_pad = unit - 1 if has_unaligned_rows(problem) else first_col(problem) % unit
-    read = warpgroups * PIXELS + g.kernel[1] - 1 + left_pad
+    left_pad = unit - 1 if kernel.unaligned_rows else first_col(problem) % unit
+    read = kernel.warpgroups * PIXELS + g.kernel[1] - 1 + left_pad
     # Rows of four float32 channels are 8 words apart; so are rows of every other channel of 16 bits, which is the
     # next one in two planes.
-    begin, period = (8, 32) if problem.item == 4 else (16, 32) if planes_of(problem) == 2 else (8, 16)
+    begin, period = (8, 32) if problem.item == 4 else (16, 32) if kernel.planes == 2 else (8, 16)
     return round_up(read - begin, period) + begin
 
 
@@ -108,63 +127,38 @@ def weight_bytes(problem: TileProblem, channels: int, stacked: bool) -> int:
     return g.kernel[1] * padded_channels(problem) * problem.item * rows * channels
 
 
-def _row_bytes(problem: TileProblem, warpgroups: int) -> int:
+def packed_bytes(problem: TileProblem, kernel: Stride1Kernel) -> int:
+    """Returns the bytes of the packed weights of all tiles of output channels."""
+    tiles = ceil_div(problem.geometry.out_channels, kernel.channels)
+    return tiles * weight_bytes(problem, kernel.channels, kernel.stacked)
+
+
+def row_bytes(problem: TileProblem, kernel: Stride1Kernel) -> int:
     """Returns the bytes of an input row of all channels in shared memory."""
-    planes = planes_of(problem)
-    plane = padded_channels(problem) // planes * pitch(problem, warpgroups) * problem.item
-    return planes * round_up(plane, 128)
+    plane = padded_channels(problem) // kernel.planes * pitch(problem, kernel) * problem.item
+    return kernel.planes * round_up(plane, 128)
 
 
-def shared_bytes(problem: TileProblem, tile: Tile) -> int:
+def shared_bytes(problem: TileProblem, kernel: Stride1Kernel) -> int:
     """Returns the bytes of shared memory of a block, as forward/stride1.cu lays it out; the kernel asserts that both
     agree."""
-    weights = weight_bytes(problem, tile.channels, tile.stacked)
-    return weights + tile.stages * (_row_bytes(problem, tile.warpgroups) + 16) + _EXTRA_BYTES
+    weights = weight_bytes(problem, kernel.channels, kernel.stacked)
+    factors = 2 * 4 * kernel.channels
+    return weights + kernel.stages * (row_bytes(problem, kernel) + 16) + factors + _EXTRA_BYTES
 
 
-def candidates(problem: TileProblem, device: Device) -> Iterator[Tile]:
-    """Yields a tile for each kernel that computes the problem, with its best segments."""
-    g = problem.geometry
-    for warpgroups in WARPGROUPS:
-        for channels in (32, 64):
-            for stacked in (True, False):
-                width = channels * g.kernel[0] if stacked else channels
-                if (
-                    width not in _WIDTHS
-                    or g.kernel[0] * channels // 2 > _MAX_SUMS
-                    or pitch(problem, warpgroups) > 256
-                ):
-                    continue
-                room = (
-                    device.shared_memory_per_block - _EXTRA_BYTES - weight_bytes(problem, channels, stacked)
-                )
-                stages = min(_MAX_STAGES, room // (_row_bytes(problem, warpgroups) + 16))
-                if stages < 2:
-                    continue
-                channel_tiles = ceil_div(g.out_channels, channels)
-                column_tiles = g.batch * ceil_div(g.out_width, warpgroups * PIXELS)
-                made = []
-                for segments in range(1, ceil_div(g.out_height, 8) + 1):
-                    segment = ceil_div(g.out_height, segments)
-                    tiles = column_tiles * ceil_div(g.out_height, segment)
-                    blocks = min(max(1, device.multiprocessors // channel_tiles), tiles)
-                    made.append(Tile(warpgroups, channels, stacked, stages, segment, blocks))
-                yield min(made, key=lambda tile: expected_clocks(problem, tile, device))
-
-
-def expected_clocks(problem: TileProblem, tile: Tile, device: Device) -> float:
-    """Estimates the clocks of the forward pass, to rank tiles."""
-    g = problem.geometry
-    steps = g.kernel[1] * padded_channels(problem) * problem.item // _STEP_BYTES
-    width = g.kernel[0] * tile.channels
-    # Clocks of the multiplier, and of reads from shared memory. Pixels of 16 bits are read twice and joined.
-    multiply, reads = width / 2, (16 if problem.item == 4 else 40) + width / 4
-    step = 0.7 * max(multiply, reads) + 0.3 * (multiply + reads)
-    row = max(
-        tile.warpgroups * steps * step + _ROW_CLOCKS / tile.warpgroups,
-        _row_bytes(problem, tile.warpgroups) / 25,
-    )
-    tiles = g.batch * ceil_div(g.out_width, tile.warpgroups * PIXELS) * ceil_div(g.out_height, tile.segment)
-    channel_tiles = ceil_div(g.out_channels, tile.channels)
-    waves = ceil_div(channel_tiles * tile.blocks, device.multiprocessors)
-    return waves * ceil_div(tiles, tile.blocks) * (tile.segment + g.kernel[0] - 1) * row
+def kernels(problem: TileProblem, device: Device) -> Iterator[Stride1Kernel]:
+    """Yields the kernels that compute a problem that forward/stride1.py supports."""
+    rows = problem.geometry.kernel[0]
+    tiles = product(WARPGROUPS, CHANNELS, (True, False), _loaded_by(problem))
+    for warpgroups, channels, stacked, (unaligned, planes) in tiles:
+        columns = channels * rows if stacked else channels
+        if columns not in _WIDTHS or rows * channels // 2 > _MAX_SUMS:
+            continue
+        for stages in range(_MAX_STAGES, 1, -1):
+            kernel = Stride1Kernel(warpgroups, channels, stacked, stages, unaligned, planes)
+            if pitch(problem, kernel) > 256:
+                break
+            if shared_bytes(problem, kernel) <= device.shared_memory_per_block:
+                yield kernel
+                break

@@ -17,7 +17,6 @@ from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, rea
 from tconv_swap.kernels.common.ranked import Ranked, in_turn
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
-from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     PRODUCER_THREADS,
     Tile,
@@ -25,7 +24,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     block_count,
     make_problem,
 )
-from tconv_swap.kernels.forward.implicit_gemm_selection import choose
+from tconv_swap.kernels.forward.implicit_gemm_split_k import reduce_launch
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
@@ -52,7 +51,6 @@ from tconv_swap.runtime.program import (
     Kernel,
     Launch,
     Part,
-    Plan,
     input_,
     output,
     struct,
@@ -132,16 +130,9 @@ def _ranked_here(among: Iterable[Schedule], convolution: StridedProblem, device:
 
 def _of_stride_one(problem: Problem, device: Device, count: int) -> list[Part]:
     """Returns the parts of a problem without strides, by the kernels of the forward pass."""
-    forward = as_forward(problem)
-    first: list[Plan | Part] = [*forward_stride1.part_candidates(forward, device, count)]
-    second: list[Plan | Part] = []
-    if forward_implicit_gemm.supports(forward, device):
-        second = [forward_implicit_gemm.lower(*tile, device) for tile in choose(forward, device, count)]
-    if not forward_stride1.preferred(forward, device):
-        first, second = second, first
     return [
-        Part(one.family, one.why, reading_backward(one.launches), one.workspace_bytes)
-        for one in in_turn(first, second)[:count]
+        replace(one, launches=reading_backward(one.launches))
+        for one in forward_implicit_gemm.part_candidates(as_forward(problem), device, count)
     ]
 
 
@@ -262,7 +253,7 @@ def lower(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Pa
     )
     launches = [compiled.pack, main]
     if tile.splits > 1:
-        launches.append(forward_implicit_gemm.reduce_launch(problem, tile.splits, packed_bytes, count))
+        launches.append(reduce_launch(problem, tile.splits, packed_bytes, count))
     return Part(
         FAMILY,
         f"{problem.precision} tensor cores, {tile}",

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from implicit_gemm_tiles import choose
 from size_cases import H200, MODES
 
 from tconv_swap.geometry import Geometry
@@ -29,7 +30,6 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     make_problem,
 )
 from tconv_swap.kernels.forward.implicit_gemm_memory import copies_of_stage, loaded_pixels
-from tconv_swap.kernels.forward.implicit_gemm_selection import choose
 from tconv_swap.kernels.forward.implicit_gemm_shape import best_shape, legal, shapes
 
 Mode = tuple[torch.dtype, str]

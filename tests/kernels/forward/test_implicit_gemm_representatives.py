@@ -9,9 +9,11 @@ import torch
 from size_cases import H200, LAYERS
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import schedules
-from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem
-from tconv_swap.kernels.forward.implicit_gemm_selection import kernels_of, of_any_size, representatives
+from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem, of_any_size
+from tconv_swap.kernels.forward.selection import LARGE_MAPS, kernels_of, representatives
+from tconv_swap.kernels.grad_input.implicit_gemm import as_forward
 
 BY_NAME = {layer.name: layer.geometry for layer in LAYERS}
 Size = tuple[int, int, int]
@@ -52,8 +54,33 @@ def test_rows_pixels_and_patches_have_sizes_of_their_own() -> None:
         pixel = layer_of(BY_NAME["dcgan1"], last)
         assert pixel.one_pixel
         assert list(maps(pixel)) == [((128, 1, 1), 1.0), ((4096, 1, 1), 1.0)]
-        assert len(kernels_of(pixel, H200)) == 1
+        assert len(kernels_of(pixel, H200).implicit_gemm) == 1
         assert (schedules.PATCHES, 1.0) in maps(layer_of(BY_NAME["unet4"], last))
+
+
+def test_layers_without_strides_have_large_maps() -> None:
+    for last in (False, True):
+        strided = dict(maps(layer_of(Geometry(1, 64, 32, 32, 64, (3, 3), (2, 2), (1, 1)), last)))
+        plain = dict(maps(layer_of(Geometry(1, 64, 32, 32, 64, (3, 3), (1, 1), (1, 1)), last)))
+        assert {size: weight for size, weight in plain.items() if size not in LARGE_MAPS} == strided
+        assert set(LARGE_MAPS) <= plain.keys()
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_the_maps_of_grad_output_are_those_of_inputs_and_what_the_layer_makes_of_them(
+    channels_last: bool,
+) -> None:
+    """In NCHW, where other kernels load rows that are not aligned; in channels_last all rows are alike."""
+    for padding in ((0, 0), (1, 1)):
+        layer = Geometry(1, 48, 32, 32, 64, (3, 5), (1, 1), padding)
+        posed = as_forward(plan.Problem(layer, torch.float16, "ieee", channels_last, channels_last))
+        found = dict(maps(of_any_size(posed)))
+        # Smaller ones have no input.
+        usual = [size for size in schedules.SIZES if size[2] >= 8]
+        outputs = {(b, h + 2 - 2 * padding[0], w + 4 - 2 * padding[1]) for b, h, w in usual}
+        assert found.keys() >= set(usual)
+        assert (found.keys() >= outputs) == (not channels_last)
+        assert found[16, 32, 32] == (1.0 if channels_last else 0.5)
 
 
 def test_sizes_without_outputs_do_not_count() -> None:
@@ -62,7 +89,7 @@ def test_sizes_without_outputs_do_not_count() -> None:
     every = [size for size, _ in maps(layer)]
     given = (*schedules.SIZES, *schedules.MORE_SIZES, *schedules.FURTHER_SIZES, *schedules.FEW_IMAGES)
     assert every == [size for size in given if min(size[1:]) >= 8]
-    assert kernels_of(layer, H200)[0].computes_any_size
+    assert kernels_of(layer, H200).implicit_gemm[0].computes_any_size
 
 
 def test_a_layer_whose_kernel_has_one_row_may_be_padded_across() -> None:

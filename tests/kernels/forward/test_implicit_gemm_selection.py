@@ -11,29 +11,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from implicit_gemm_tiles import choose, kernels_for, kernels_of
 from implicit_gemm_tma_cases import random_geometry
 from size_cases import AMPERE, H200, LAYERS, MODES, any_size, random_sizes
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.common.forward_schedules import (
-    max_implicit_gemm_schedules,
-    max_schedules_of_grad_input,
-)
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
-from tconv_swap.kernels.forward import implicit_gemm_selection as forward_selection
+from tconv_swap.kernels.forward import implicit_gemm_candidates as forward_candidates
+from tconv_swap.kernels.forward import selection as forward_selection
+from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_fit import fits_device
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
-from tconv_swap.kernels.forward.implicit_gemm_selection import (
-    Schedule,
-    choose,
-    kernels_of,
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    Tile,
+    TileProblem,
+    block_count,
+    make_problem,
     of_any_size,
-    representatives,
 )
 from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape
+from tconv_swap.kernels.forward.selection import limit_of, representatives
 from tconv_swap.kernels.grad_input.implicit_gemm import as_forward
 from tconv_swap.measurement.suite import Layer
 
@@ -57,24 +56,8 @@ def sized(problem: TileProblem, batch: int, height: int, width: int) -> TileProb
     return replace(problem, geometry=replace(problem.geometry, batch=batch, height=height, width=width))
 
 
-def kernels_for(problem: TileProblem, device: plan.Device = H200) -> list[Schedule]:
-    """Returns all kernels that suit a size, not only those that its layer has."""
-    return list(dict.fromkeys(forward_selection._of_size(problem, device)))
-
-
 def clocks(one: Schedule, problem: TileProblem, device: plan.Device = H200) -> float:
-    """Returns the expected clocks of a size; infinitely many if the kernel is not right for it."""
-    seen = one.sees(problem)
-    if seen is None:
-        return math.inf
-    return expected_clocks(seen, one.tile_for(seen, device), device.multiprocessors)
-
-
-def limit_of(layer: TileProblem, device: plan.Device) -> int:
-    if layer.one_pixel:
-        return 1
-    most = max_schedules_of_grad_input if layer.of_grad_input else max_implicit_gemm_schedules
-    return most(layer, device)
+    return forward_candidates.clocks(one, problem, device)
 
 
 # ---- how many, and one for every size ---------------------------------------------------------------------------
@@ -231,7 +214,7 @@ def test_a_kernel_computes_any_size_if_it_is_right_for_extreme_ones(mode: Mode, 
     for name in ("cyclegan1", "kb65", "unet4", "maskrcnn", "hifigan_up1", "dcgan2"):
         layer = posed(BY_NAME[name], mode, channels_last)
         for size in ((1, 16, 16), (256, 14, 14), (128, 4, 4), (8, 64, 64)):
-            for one in kernels_for(sized(layer, *size)):
+            for one in kernels_for(sized(layer, *size), H200):
                 always = all(one.sees(sized(layer, *extreme)) for extreme in sizes)
                 assert one.computes_any_size == always, one
                 kinds[always] += 1
@@ -325,7 +308,9 @@ def test_the_best_kernels_of_a_size_come_first() -> None:
         assert expected[len(own) :] == sorted(expected[len(own) :])
         assert choose(problem, H200, 2) == found[:2]
         every = {
-            (seen, one.tile_for(seen, H200)) for one in kernels_for(problem) if (seen := one.sees(problem))
+            (seen, one.tile_for(seen, H200))
+            for one in kernels_for(problem, H200)
+            if (seen := one.sees(problem))
         }
         assert every <= set(found)
 
@@ -348,7 +333,7 @@ def test_sizes_are_near_the_best_of_all_kernels(mode: Mode, channels_last: bool,
             size = posed(random_sizes(rng, BY_NAME[name]), mode, channels_last)
             if not size.one_pixel:
                 own = min(clocks(one, size) for one in kernels)
-                best = min(clocks(one, size) for one in kernels_for(size))
+                best = min(clocks(one, size) for one in kernels_for(size, H200))
                 regrets.append(max(1.0, own / best))
     assert len(regrets) > 40
     assert statistics.geometric_mean(regrets) < bound
@@ -356,7 +341,8 @@ def test_sizes_are_near_the_best_of_all_kernels(mode: Mode, channels_last: bool,
 
 def selected(layer: TileProblem) -> tuple[Schedule, ...]:
     """Returns the kernels of a layer as a new process selects them."""
-    found: tuple[Schedule, ...] = kernels_of.__wrapped__.__wrapped__(layer, H200)  # type: ignore[attr-defined]
+    search = forward_selection.kernels_of.__wrapped__.__wrapped__  # type: ignore[attr-defined]
+    found: tuple[Schedule, ...] = search(layer, H200).implicit_gemm
     return found
 
 
@@ -369,7 +355,7 @@ def test_the_kernels_of_a_layer_are_always_the_same(name: str) -> None:
 
 def test_the_first_kernel_computes_any_size_where_others_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one size, whose best kernels read aligned rows or a copy."""
-    monkeypatch.setattr(forward_selection, "BEST", 1)
+    monkeypatch.setattr(forward_candidates, "BEST", 1)
     faster = 0
     for name in ("unet4", "cyclegan1", "dcgan3", "kb57"):
         layer = of_any_size(posed(BY_NAME[name]))
@@ -377,7 +363,7 @@ def test_the_first_kernel_computes_any_size_where_others_are_faster(monkeypatch:
         monkeypatch.setattr(forward_selection, "representatives", lambda _, one=size: ([one], [1.0]))
         found = selected(layer)
         assert found[0].computes_any_size
-        best = min(kernels_for(size), key=lambda one: clocks(one, size))
+        best = min(kernels_for(size, H200), key=lambda one: clocks(one, size))
         faster += not best.computes_any_size
         assert best.computes_any_size or best in found
     assert faster

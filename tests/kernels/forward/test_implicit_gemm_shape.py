@@ -20,6 +20,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
+from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
@@ -28,7 +29,6 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     dense_map,
     make_problem,
 )
-from tconv_swap.kernels.forward.implicit_gemm_selection import Schedule
 
 
 def shaped_tiles(posed: TileProblem) -> list[tuple[TileProblem, Tile]]:

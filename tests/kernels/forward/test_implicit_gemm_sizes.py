@@ -12,13 +12,13 @@ from itertools import pairwise
 import pytest
 import torch
 from harness import assert_kernel_matches
+from implicit_gemm_tiles import choose, kernels_for, kernels_of
 from size_cases import H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
-from tconv_swap.kernels.forward import implicit_gemm_selection as forward_selection
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     ALIGNED_PIXELS,
     MAX_PHASES,
@@ -26,13 +26,13 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     TileProblem,
     block_count,
     make_problem,
+    of_any_size,
 )
-from tconv_swap.kernels.forward.implicit_gemm_selection import choose, kernels_of, of_any_size
 from tconv_swap.runtime import jit
-from tconv_swap.runtime.program import Kernel, Plan
+from tconv_swap.runtime.program import Kernel, Part
 
 
-def computing(made: Plan) -> Kernel:
+def computing(made: Part) -> Kernel:
     """Returns the kernel that multiplies."""
     (found,) = (
         one.kernel
@@ -41,11 +41,6 @@ def computing(made: Plan) -> Kernel:
         not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
     )
     return found
-
-
-def kernels_for(problem: TileProblem) -> list[forward_selection.Schedule]:
-    """Returns all kernels that suit a size, not only those that its layer has."""
-    return list(dict.fromkeys(forward_selection._of_size(problem, H200)))
 
 
 def test_no_size_is_compiled_in() -> None:
@@ -58,7 +53,7 @@ def test_no_size_is_compiled_in() -> None:
             )
             if not forward_implicit_gemm.supports(posed, H200):
                 continue
-            for kernel in kernels_for(posed):
+            for kernel in kernels_for(posed, H200):
                 for one in forward_implicit_gemm.lower(kernel.problem, kernel.tile, H200).launches:
                     assert not names & dict(one.kernel.constants).keys()
                     done += 1
@@ -163,7 +158,7 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
         posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
         if of_any_size(posed) != of_any_size(problem):
             continue
-        found = [(seen, one) for one in kernels_for(problem) if (seen := one.sees(posed)) is not None]
+        found = [(seen, one) for one in kernels_for(problem, H200) if (seen := one.sees(posed)) is not None]
         if found:
             seen, one = rng.choice(found)
             return seen, one.tile_for(seen, H200)
@@ -229,7 +224,7 @@ def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width
     layer = Geometry(12000 // (height * width), 256, 48, 48, 128, (2, 2), (2, 2))
     for precision in ("ieee", "tf32"):
         posed = make_problem(layer, torch.float32, precision, False, False, False)
-        kernels = [one for one in kernels_for(posed) if one.problem.aligned]
+        kernels = [one for one in kernels_for(posed, H200) if one.problem.aligned]
         assert {one.tile.wgmma for one in kernels} == ({False} if precision == "ieee" else {True, False})
         size = sized(posed, replace(layer, height=height, width=width))
         for one in kernels:
@@ -238,7 +233,7 @@ def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width
             if one.tile.nchw_stages or one.tile.pixel_major:
                 whole = whole and height * width % one.tile.cols == 0
             assert (one.sees(size) is not None) == (aligned and whole), one
-        assert any(one.problem.aligned for one in kernels_for(size)) == aligned
+        assert any(one.problem.aligned for one in kernels_for(size, H200)) == aligned
 
 
 #: Kernels, strides and padding of upsampling layers, most of them of vocoders: kernel, stride and padding of a row.

@@ -27,8 +27,10 @@ from tconv_swap.kernels.forward import narrow_ffma_choice as forward_narrow_ffma
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
 from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
+from tconv_swap.kernels.forward.implicit_gemm_layout import make_problem
 from tconv_swap.measurement.suite import Layer, load_suite
-from tconv_swap.runtime.program import Kernel, Plan
+from tconv_swap.runtime.program import Kernel, Output, Plan
 
 TURING = plan.Device("sm_75", 40, 64 << 10)
 LAYERS = load_suite().layers
@@ -269,12 +271,25 @@ def col2im_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
             return problem
 
 
+def stride1_plans(problem: plan.Problem, bias: bool, device: plan.Device, count: int = 1) -> list[Plan]:
+    """Returns the best plans of forward/stride1.py."""
+    posed = make_problem(
+        problem.geometry, problem.dtype, problem.precision, False, problem.weight_channels_last, bias
+    )
+    if not forward_stride1.supports(posed, device):
+        return []
+    found = forward_stride1.ranked(forward_stride1_tile.kernels(posed, device), posed, device)
+    parts = [one.make() for one in found[:count]]
+    outputs = (Output(problem.geometry.output_shape),)
+    return [Plan(one.family, one.why, outputs, one.launches, one.workspace_bytes) for one in parts]
+
+
 def test_stride1_gets_the_sizes_of_its_tiles() -> None:
     layer = Geometry(8, 64, 512, 512, 64, (3, 3))
     for size in ((8, 512, 512), (3, 700, 1000), (1, 1024, 2048)):
         geometry = replace(layer, batch=size[0], height=size[1], width=size[2])
         problem = plan.Problem(geometry, torch.float16, "ieee", False, False)
-        made = forward_stride1.plan_candidates(problem, False, H200, 1)[0]
+        (made,) = stride1_plans(problem, False, H200)
         words: Words = made.launches[1].structs[0]
         height, width, out_height, out_width, segment, columns = words[:6]
         assert (height, width, out_height, out_width) == (*size[1:], geometry.out_height, geometry.out_width)
@@ -326,7 +341,7 @@ FAMILIES: dict[str, tuple[Candidates, Callable[[random.Random], Geometry], Calla
     ),
     "narrow_ffma": (forward_narrow_ffma.plan_candidates, random_layer, small_sizes),
     "gemm": (forward_gemm.plan_candidates, generator_layer, of_pixels),
-    "stride1": (forward_stride1.plan_candidates, stride_1_layer, small_sizes),
+    "stride1": (stride1_plans, stride_1_layer, small_sizes),
 }
 
 

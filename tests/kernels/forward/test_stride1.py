@@ -13,10 +13,14 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
-from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem, of_any_size
+from tconv_swap.kernels.forward.selection import kernels_for, kernels_of
+from tconv_swap.kernels.forward.stride1_clocks import best_tile
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -41,7 +45,7 @@ def test_large_images_use_the_kernel(geometry: Geometry) -> None:
     assert plan.plan_forward(problem(geometry), True, H200).family == "stride1"
     backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
     assert backward.family == "stride1"
-    small = replace(geometry, height=32, width=32)
+    small = replace(geometry, height=16, width=16)
     assert plan.plan_forward(problem(small), True, H200).family != "stride1"
     ieee = replace(problem(geometry), precision="ieee")
     assert plan.plan_forward(ieee, True, H200).family != "stride1"
@@ -51,16 +55,66 @@ def test_large_images_use_the_kernel(geometry: Geometry) -> None:
 @pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
 def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry, dtype: torch.dtype) -> None:
     for posed in (as_output(geometry, dtype), grad_input_implicit_gemm.as_forward(problem(geometry, dtype))):
-        found = list(forward_stride1_tile.candidates(posed, H200))
+        found = list(forward_stride1_tile.kernels(posed, H200))
         assert found
-        for tile in found:
-            assert forward_stride1_tile.shared_bytes(posed, tile) <= H200.shared_memory_per_block
+        for kernel in found:
+            assert kernel.computes(posed)
+            assert forward_stride1_tile.shared_bytes(posed, kernel) <= H200.shared_memory_per_block
+            _, tile = best_tile(posed, kernel, H200)
             pack, main = forward_stride1.lower(posed, tile).launches
             assert pack.grid * pack.block * 16 >= forward_stride1.lower(posed, tile).workspace_bytes
             for one in main.tensor_maps:
                 assert all(stride % 16 == 0 for stride in one.strides)
                 assert all(1 <= size <= 256 for size in one.box)
                 assert one.box[0] * dtype.itemsize % 16 == 0
+
+
+def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> None:
+    """Where no tap reads beyond the ends of rows: one that loads consecutive pixels of two planes computes all."""
+    layer = replace(FEW, padding=(0, 2))
+    two_planes = [one for one in forward_stride1_tile.kernels(as_output(layer), H200) if one.planes == 2]
+    assert two_planes
+    for width, height, planes in ((1024, 512, 1), (1026, 512, 1), (1026, 511, 2), (1025, 510, 2)):
+        posed = as_output(replace(layer, width=width, height=height))
+        found = list(forward_stride1_tile.kernels(posed, H200))
+        assert {one.unaligned_rows for one in found} == ({True, False} if width == 1024 else {True})
+        assert {one.planes for one in found} == {planes, 2}
+        assert {one for one in found if one.planes == 2} == set(two_planes)
+        assert all(one.computes(posed) for one in two_planes)
+    # Taps that read beyond the ends need rows that begin at multiples of 16 bytes.
+    assert not any(one.computes(as_output(FEW)) for one in two_planes)
+    assert not any(one.computes(as_output(replace(layer, width=1025, height=511))) for one in two_planes)
+
+
+@DTYPES
+def test_the_segments_of_a_tile_take_the_fewest_rows(dtype: torch.dtype) -> None:
+    for height, width in ((512, 1024), (40, 60), (100, 1000), (9, 700)):
+        posed = as_output(replace(FEW, height=height, width=width), dtype)
+        for kernel in forward_stride1_tile.kernels(posed, H200):
+            expected, tile = best_tile(posed, kernel, H200)
+            g = posed.geometry
+
+            def rows(segment: int, one: int = kernel.warpgroups, g: Geometry = g) -> int:
+                tiles = g.batch * ceil_div(g.out_width, 64 * one) * ceil_div(g.out_height, segment)
+                return ceil_div(tiles, min(132, tiles)) * (segment + g.kernel[0] - 1)
+
+            segments = {ceil_div(g.out_height, count) for count in range(1, ceil_div(g.out_height, 8) + 1)}
+            assert rows(tile.segment) == min(map(rows, segments))
+            assert best_tile(replace(posed, geometry=g.with_batch(64)), kernel, H200)[0] > expected > 0
+
+
+def test_the_expected_time_ranks_it_with_the_implicit_gemm() -> None:
+    """In one selection, and in one list for a size: kernels that a layer does not have come after its own."""
+    for geometry in (SQUARE, FEW, PADDED):
+        posed = as_output(geometry)
+        kernels = kernels_of(of_any_size(posed), H200)
+        assert kernels.stride1
+        assert kernels.implicit_gemm
+        assert set(kernels.stride1) <= set(kernels_for(posed, H200).stride1)
+        families = [one.family for one in forward_implicit_gemm.part_candidates(posed, H200, 6)]
+        assert families[:2] == ["stride1", "implicit_gemm"]
+        own = forward_stride1.ranked(kernels.stride1, posed, H200)
+        assert forward_implicit_gemm.part_candidates(posed, H200, 1) == [own[0].make()]
 
 
 def test_other_problems_are_not_claimed() -> None:
@@ -77,7 +131,7 @@ def test_other_problems_are_not_claimed() -> None:
     fourth = replace(uneven, width=1025, height=511, padding=(0, 2))
     assert not forward_stride1.supports(as_output(fourth), H200)
     # All weights of some output channels have to fit shared memory.
-    assert not list(forward_stride1_tile.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
+    assert not list(forward_stride1_tile.kernels(as_output(replace(SQUARE, kernel=(3, 7))), H200))
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -109,14 +163,11 @@ def random_part(
         if not of_grad_input:
             tiled = make_problem(posed.geometry, posed.dtype, posed.precision, False, weight_last, has_bias)
         small = replace(device, multiprocessors=rng.choice((2, 40, device.multiprocessors)))
-        found = (
-            list(forward_stride1_tile.candidates(tiled, small))
-            if forward_stride1.supports(tiled, device)
-            else []
-        )
+        supported = forward_stride1.supports(tiled, device)
+        found = list(forward_stride1_tile.kernels(tiled, device)) if supported else []
         if found:
-            tile = rng.choice(found)
-            tile = replace(tile, stages=rng.randint(2, tile.stages))
+            kernel = rng.choice(found)
+            _, tile = best_tile(tiled, replace(kernel, stages=rng.randint(2, kernel.stages)), small)
             return posed, has_bias, forward_stride1.lower(tiled, tile)
 
 

@@ -32,13 +32,11 @@ from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime.program import Kernel, Part
 
 TURING = plan.Device("sm_75", 30, 64 << 10)
-#: Kernels that prepare copies or add up partial sums, kernels that compute what no other family can, and the two for
-#: large images of stride 1 in NCHW.
+#: Kernels that prepare copies or add up partial sums, and kernels that compute what no other family can.
 AUXILIARY = {
     "nchw_to_nhwc",
     "grad_input_general",
     "grad_weight_general",
-    "forward_stride1",
     "forward_implicit_gemm_split_k",
     "grad_bias_general",
     "grad_weight_split_k_reduce",
