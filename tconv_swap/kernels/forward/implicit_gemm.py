@@ -31,10 +31,10 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
     stores_lines,
 )
 from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape, shape_words
-from tconv_swap.kernels.forward.implicit_gemm_split_k import reduce_launch
 from tconv_swap.kernels.forward.implicit_gemm_tensor_maps import input_map, nchw_map, weight_map
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import TMA_PRODUCER_REGISTERS
 from tconv_swap.kernels.forward.selection import Kernels, kernels_for, kernels_of
+from tconv_swap.kernels.forward.split_k import reduce_launch
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (

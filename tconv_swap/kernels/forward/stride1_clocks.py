@@ -6,6 +6,9 @@ deviation of the logarithm is 0.11 without 17 of them, most of which are stalls 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import itemgetter
+
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.forward.stride1_tile import (
     PIXELS,
@@ -38,26 +41,27 @@ MIN_SEGMENT = 8
 
 def best_tile(problem: TileProblem, kernel: Stride1Kernel, device: Device) -> tuple[float, Tile]:
     """Returns the expected clocks of a size with this kernel, and the tile whose segments take the fewest."""
-    g = problem.geometry
-    channel_tiles = ceil_div(g.out_channels, kernel.channels)
-    column_tiles = g.batch * ceil_div(g.out_width, kernel.warpgroups * PIXELS)
-    most_blocks = max(1, device.multiprocessors // channel_tiles)
-    rows, best = None, None
-    for segments in range(1, ceil_div(g.out_height, MIN_SEGMENT) + 1):
-        segment = ceil_div(g.out_height, segments)
-        tiles = column_tiles * ceil_div(g.out_height, segment)
-        blocks = min(most_blocks, tiles)
-        of_block = ceil_div(tiles, blocks) * (segment + g.kernel[0] - 1)
-        if rows is None or of_block < rows:
-            rows, best = of_block, (segment, blocks)
-    assert rows is not None
-    assert best is not None
-    waves = ceil_div(channel_tiles * best[1], device.multiprocessors)
+    rows, segment, blocks = min(_segments(problem, kernel, device), key=itemgetter(0))
+    channel_tiles = ceil_div(problem.geometry.out_channels, kernel.channels)
+    waves = ceil_div(channel_tiles * blocks, device.multiprocessors)
     loops = waves * rows * _row_clocks(problem, kernel)
     moves = _memory_clocks(problem)
     clocks = LAUNCH_CLOCKS + PACKED_BYTE_CLOCKS * packed_bytes(problem, kernel)
     clocks += max(loops, moves) + NOT_OVERLAPPED * min(loops, moves)
-    return clocks, Tile(kernel, *best)
+    return clocks, Tile(kernel, segment, blocks)
+
+
+def _segments(problem: TileProblem, kernel: Stride1Kernel, device: Device) -> Iterator[tuple[int, int, int]]:
+    """Yields, from one segment of all rows on, the rows of the input that a block multiplies, the rows of a segment and
+    the blocks of each channel tile."""
+    g = problem.geometry
+    column_tiles = g.batch * ceil_div(g.out_width, kernel.warpgroups * PIXELS)
+    most_blocks = max(1, device.multiprocessors // ceil_div(g.out_channels, kernel.channels))
+    for segments in range(1, ceil_div(g.out_height, MIN_SEGMENT) + 1):
+        segment = ceil_div(g.out_height, segments)
+        tiles = column_tiles * ceil_div(g.out_height, segment)
+        blocks = min(most_blocks, tiles)
+        yield ceil_div(tiles, blocks) * (segment + g.kernel[0] - 1), segment, blocks
 
 
 def _memory_clocks(problem: TileProblem) -> float:

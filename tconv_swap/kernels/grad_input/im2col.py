@@ -13,7 +13,7 @@ from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, map_sizes
-from tconv_swap.kernels.forward.implicit_gemm_split_k import reduce_launch
+from tconv_swap.kernels.forward.split_k import reduce_launch
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_choice import Schedule

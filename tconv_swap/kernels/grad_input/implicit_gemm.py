@@ -24,7 +24,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     block_count,
     make_problem,
 )
-from tconv_swap.kernels.forward.implicit_gemm_split_k import reduce_launch
+from tconv_swap.kernels.forward.split_k import reduce_launch
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc

@@ -11,7 +11,7 @@ from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
 from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import map_sizes
-from tconv_swap.kernels.forward.implicit_gemm_split_k import reduce_launch
+from tconv_swap.kernels.forward.split_k import reduce_launch
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_shape as grad_input_tma_shape
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
