@@ -15,6 +15,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward import stride1_clocks as forward_stride1_clocks
 from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem, of_any_size
 from tconv_swap.kernels.forward.selection import kernels_for, kernels_of
@@ -101,6 +102,38 @@ def test_the_segments_of_a_tile_take_the_fewest_rows(dtype: torch.dtype) -> None
             segments = {ceil_div(g.out_height, count) for count in range(1, ceil_div(g.out_height, 8) + 1)}
             assert rows(tile.segment) == min(map(rows, segments))
             assert best_tile(replace(posed, geometry=g.with_batch(64)), kernel, H200)[0] > expected > 0
+
+
+def expected_of_all() -> list[tuple[float, int]]:
+    """Returns the expected clocks and the rows of a segment of every kernel for some sizes."""
+    found = []
+    sizes = (FEW, PADDED, replace(FEW, padding=(0, 2), width=130), replace(FEW, batch=1, height=20, width=37))
+    for geometry in sizes:
+        for dtype in (torch.float32, torch.float16):
+            posed = as_output(geometry, dtype)
+            if forward_stride1.supports(posed, H200):
+                timed = [best_tile(posed, one, H200) for one in forward_stride1_tile.kernels(posed, H200)]
+                found += [(clocks, tile.segment) for clocks, tile in timed]
+    # Rows of odd length, in 16 bits.
+    odd = as_output(replace(FEW, kernel=(3, 4)), torch.float16)
+    assert odd.geometry.out_width % 2
+    return found + [(best_tile(odd, one, H200)[0], 0) for one in forward_stride1_tile.kernels(odd, H200)]
+
+
+def test_every_constant_of_the_expected_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = expected_of_all()
+    constants = [name for name in vars(forward_stride1_clocks) if name.isupper() and name != "PIXELS"]
+    assert len(constants) == 13
+    for name in constants:
+        value = getattr(forward_stride1_clocks, name)
+        more = (
+            {key: 1.5 * one for key, one in value.items()}
+            if isinstance(value, dict)
+            else type(value)(1.5 * value)
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(forward_stride1_clocks, name, more)
+            assert expected_of_all() != base, name
 
 
 def test_the_expected_time_ranks_it_with_the_implicit_gemm() -> None:
