@@ -85,9 +85,10 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Part]:
     """Returns the same of a forward pass, or of a gradient of the input that is one."""
-    if not supports(problem, device):
+    layer = of_any_size(problem)
+    if not supports(layer, device):
         return []
-    found = _ranked(kernels_of(of_any_size(problem), device), problem, device)[:count]
+    found = _ranked(kernels_of(layer, device), problem, device)[:count]
     if len(found) < count and count > 1:
         found += _ranked(kernels_for(problem, device), problem, device)
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
@@ -97,11 +98,10 @@ def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Pa
 def _ranked(kernels: Kernels, problem: TileProblem, device: Device) -> list[Ranked]:
     """Returns the parts of those kernels that compute this size: the one that is expected to be the fastest, then the
     best of each family in turn."""
+    # stride1 also computes images of more bytes.
+    tiles = ranked_tiles(kernels.implicit_gemm, problem, device) if supports(problem, device) else []
     families = [
-        [
-            Ranked(clocks, partial(lower, seen, tile, device))
-            for clocks, seen, tile in ranked_tiles(kernels.implicit_gemm, problem, device)
-        ],
+        [Ranked(clocks, partial(lower, seen, tile, device)) for clocks, seen, tile in tiles],
         forward_stride1.ranked(kernels.stride1, problem, device),
     ]
     return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))

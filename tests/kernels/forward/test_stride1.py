@@ -26,6 +26,8 @@ from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 1024, 1024, 64, (3, 3))
+#: Of images of 4 GiB, which the implicit GEMM does not compute.
+HUGE = Geometry(8, 64, 4096, 4096, 64, (3, 3))
 FEW = Geometry(8, 32, 512, 1024, 32, (3, 3))
 PADDED = Geometry(8, 32, 512, 1024, 32, (3, 7), padding=(1, 3))
 #: As in test_cuda_op.py.
@@ -41,7 +43,7 @@ def as_output(geometry: Geometry, dtype: torch.dtype = torch.float32) -> TilePro
     return make_problem(geometry, dtype, problem(geometry, dtype).precision, False, False, True)
 
 
-@pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
+@pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED, HUGE], ids=str)
 def test_large_images_use_the_kernel(geometry: Geometry) -> None:
     assert plan.plan_forward(problem(geometry), True, H200).family == "stride1"
     backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
