@@ -89,7 +89,7 @@ def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Pa
     if not supports(layer, device):
         return []
     found = _ranked(kernels_of(layer, device), problem, device)[:count]
-    if len(found) < count and count > 1:
+    if len(found) < count:
         found += _ranked(kernels_for(problem, device), problem, device)
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]

@@ -72,6 +72,15 @@ def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry
                 assert one.box[0] * dtype.itemsize % 16 == 0
 
 
+def test_images_that_the_implicit_gemm_does_not_compute_have_a_kernel() -> None:
+    """Also of a layer that has none of stride1 for smaller ones."""
+    layer = as_output(Geometry(4, 128, 64, 64, 32, (3, 3), (1, 1), (1, 1)), torch.float16)
+    assert not kernels_of(of_any_size(layer), H200).stride1
+    huge = replace(layer, geometry=replace(layer.geometry, height=2048, width=2048))
+    assert not forward_implicit_gemm.supports(huge, H200)
+    assert [one.family for one in forward_implicit_gemm.part_candidates(huge, H200, 1)] == ["stride1"]
+
+
 def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> None:
     """Where no tap reads beyond the ends of rows: one that loads consecutive pixels of two planes computes all."""
     layer = replace(FEW, padding=(0, 2))
