@@ -66,14 +66,17 @@ def _of_implicit_gemm(sizes: Sequence[TileProblem], device: Device) -> Iterator[
 
 
 def _of_stride1(sizes: Sequence[TileProblem], device: Device) -> Iterator[Timed]:
-    supported = [size for size in sizes if forward_stride1.supports(size, device)]
+    supported = [forward_stride1.supports(size, device) for size in sizes]
     kernels = dict.fromkeys(
-        kernel for size in supported for kernel in forward_stride1_tile.kernels(size, device)
+        kernel
+        for size, is_supported in zip(sizes, supported, strict=True)
+        if is_supported
+        for kernel in forward_stride1_tile.kernels(size, device)
     )
     for kernel in kernels:
         times = [
-            best_tile(size, kernel, device)[0] if size in supported and kernel.computes(size) else math.inf
-            for size in sizes
+            best_tile(size, kernel, device)[0] if is_supported and kernel.computes(size) else math.inf
+            for size, is_supported in zip(sizes, supported, strict=True)
         ]
         yield Timed("stride1", kernel, times, False)
 
@@ -93,16 +96,16 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
     )
     if not one_row:
         weighted += [(size, UNUSUAL) for size in FEW_IMAGES]
-    further: tuple[int, ...] = (0, 0)
+    beyond: tuple[int, ...] = (0, 0)
     if layer.of_grad_input and not layer.input_channels_last:
         # Of grad_output, beyond the rows and columns of the input.
-        further = tuple(
+        beyond = tuple(
             2 * padding - dilation * (kernel - 1)
             for kernel, padding, dilation in zip(g.kernel, g.padding, g.dilation, strict=True)
         )
     found = []
     for (batch, height, width), weight in weighted:
-        both = dict.fromkeys(((height, width), (height + further[0], width + further[1])))
+        both = dict.fromkeys(((height, width), (height + beyond[0], width + beyond[1])))
         sized = [_sized(layer, batch, *size) for size in both if min(size) > 0]
         found += [(one, weight / len(both)) for one in sized]
     found = [one for one in found if min(one[0].geometry.out_height, one[0].geometry.out_width) > 0]

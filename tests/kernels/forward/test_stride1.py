@@ -48,7 +48,7 @@ def test_large_images_use_the_kernel(geometry: Geometry) -> None:
     assert plan.plan_forward(problem(geometry), True, H200).family == "stride1"
     backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
     assert backward.family == "stride1"
-    small = replace(geometry, height=16, width=16)
+    small = replace(geometry, height=32, width=32)
     assert plan.plan_forward(problem(small), True, H200).family != "stride1"
     ieee = replace(problem(geometry), precision="ieee")
     assert plan.plan_forward(ieee, True, H200).family != "stride1"
