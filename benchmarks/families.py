@@ -18,9 +18,7 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
-from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
-from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import gemm as gradients_gemm
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
@@ -115,19 +113,13 @@ def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]
 
 
 def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
-    parts = [
-        *grad_input_implicit_gemm.part_candidates(problem, device, _OF_ALL_FAMILIES),
-        *grad_input_narrow_mma.part_candidates(problem, device, 1),
-    ]
+    parts = grad_input_implicit_gemm.part_candidates(problem, device, _OF_ALL_FAMILIES)
     yield from (_plan(part, _grad_input_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_input", device)
 
 
 def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
-    parts = [
-        *grad_weight_implicit_gemm.part_candidates(problem, device, False, _OF_ALL_FAMILIES),
-        *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
-    ]
+    parts = grad_weight_implicit_gemm.part_candidates(problem, device, False, _OF_ALL_FAMILIES)
     yield from (_plan(part, _grad_weight_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_weight", device)
 

@@ -16,10 +16,8 @@ from tconv_swap.kernels.forward import narrow as forward_narrow
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
-from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
-from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import gemm as gradients_gemm
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
@@ -95,20 +93,14 @@ def backward_candidates(
     plans: list[Plan] = []
     if output_mask == (True, False, False):
         grad_input = Output(geometry.input_shape, problem.channels_last)
-        parts = in_turn(
-            grad_input_narrow_mma.part_candidates(problem, device, count),
-            grad_input_implicit_gemm.part_candidates(problem, device, count),
-        )
+        parts = grad_input_implicit_gemm.part_candidates(problem, device, count)
         plans = [_assembled([(part, (grad_input,))]) for part in parts]
     elif not output_mask[0] and output_mask[1]:
         grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
         grad_bias = Output((geometry.out_channels,))
 
         def for_weight(with_bias: bool) -> list[Part]:
-            return in_turn(
-                grad_weight_narrow_mma.part_candidates(problem, device, with_bias, count),
-                grad_weight_implicit_gemm.part_candidates(problem, device, with_bias, count),
-            )
+            return grad_weight_implicit_gemm.part_candidates(problem, device, with_bias, count)
 
         if output_mask[2]:
             plans = [_assembled([(part, (grad_weight, grad_bias))]) for part in for_weight(True)]
@@ -230,27 +222,18 @@ def _together(problem: Problem, wants_bias: bool, device: Device) -> tuple[Part,
 
 
 def _grad_input(problem: Problem, device: Device) -> Part:
-    for family in (grad_input_narrow_mma.plan_grad_input, grad_input_implicit_gemm.plan_grad_input):
-        made = family(problem, device)
-        if made is not None:
-            return made
-    return general.plan_grad_input(problem)
+    return grad_input_implicit_gemm.plan_grad_input(problem, device) or general.plan_grad_input(problem)
 
 
 def _grad_weight(problem: Problem, device: Device) -> Part:
-    for family in (grad_weight_narrow_mma.plan_grad_weight, grad_weight_implicit_gemm.plan_grad_weight):
-        made = family(problem, device)
-        if made is not None:
-            return made
-    return general.plan_grad_weight(problem, device)
+    found = grad_weight_implicit_gemm.plan_grad_weight(problem, device)
+    return found or general.plan_grad_weight(problem, device)
 
 
 def _grad_weight_and_bias(problem: Problem, device: Device) -> Part | None:
     """Returns the part that computes both in one pass over grad_output (outputs: weight, bias), or None if no
     kernel does that."""
-    return grad_weight_narrow_mma.plan_grad_weight(
-        problem, device, with_bias=True
-    ) or grad_weight_implicit_gemm.plan_grad_weight(problem, device, with_bias=True)
+    return grad_weight_implicit_gemm.plan_grad_weight(problem, device, with_bias=True)
 
 
 def _grad_bias(problem: Problem, device: Device) -> Part:

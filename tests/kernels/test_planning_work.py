@@ -12,8 +12,12 @@ import torch
 from tconv_swap.cuda import choice
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
+from tconv_swap.kernels.grad_input import selection as grad_input_selection
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
+from tconv_swap.kernels.grad_weight import selection as grad_weight_selection
 from tconv_swap.kernels.gradients import grad_output_tile as gradients_grad_output_tile
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -25,8 +29,11 @@ RANKED = ((grad_weight_narrow_mma, "grad_weight_tiles"), (grad_input_narrow_mma,
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
     plan.plan_backward.cache_clear()
-    for module, _ in RANKED:
-        module.schedules.cache_clear()
+    grad_input_implicit_gemm.plan_grad_input.cache_clear()
+    grad_weight_implicit_gemm.plan_grad_weight.cache_clear()
+    grad_weight_implicit_gemm.ranked.cache_clear()
+    for selection in (grad_input_selection, grad_weight_selection):
+        selection.kernels_of.cache_clear()
     gradients_grad_output_tile.with_pitches.cache_clear()
 
 

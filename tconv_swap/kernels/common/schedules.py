@@ -82,29 +82,37 @@ def select_schedules(
     supports: Callable[[Problem, _Schedule], bool],
     expected: Callable[[Problem, _Schedule], float],
     any_size: Callable[[_Schedule], bool],
-    without_padding: bool = False,
 ) -> tuple[_Schedule, ...]:
     """Returns at most ``limit`` schedules for all sizes of a layer, out of the candidates for representative sizes.
     The first one computes ``any_size``, if such a candidate exists. ``expected`` returns the time of a size that the
-    schedule ``supports``. With ``without_padding`` the sizes count without output padding, too, which is PyTorch's
-    default and may leave rows that fewer schedules compute; odd rows do not: the one for any size computes them."""
+    schedule ``supports``."""
     geometries = _maps_of(layer)
-    if without_padding:
-        unpadded = (replace(one, output_padding=(0, 0)) for one in geometries)
-        geometries = list(dict.fromkeys((*geometries, *(one for one in unpadded if one.out_width % 2 == 0))))
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
-    found: dict[_Schedule, None] = {}
-    for problem in problems[::EVERY]:
-        timed = [(expected(problem, one), one) for one in candidates(problem) if supports(problem, one)]
-        ranked = [one for _, one in sorted(timed, key=itemgetter(0))]
-        found.update(dict.fromkeys(ranked[:BEST]))
-        found.update(dict.fromkeys(islice(filter(any_size, ranked), BEST)))
+    found = pool(problems, candidates, supports, expected, any_size)
     times = {
         one: [expected(problem, one) if supports(problem, one) else math.inf for problem in problems]
         for one in found
     }
     weights = [_weight_of(layer, geometry) for geometry in geometries]
     return select_covering(times, weights, [one for one in times if any_size(one)], limit)
+
+
+def pool(
+    problems: Sequence[Problem],
+    candidates: Callable[[Problem], Iterable[_Schedule]],
+    supports: Callable[[Problem, _Schedule], bool],
+    expected: Callable[[Problem, _Schedule], float],
+    any_size: Callable[[_Schedule], bool],
+) -> tuple[_Schedule, ...]:
+    """Returns the schedules that are the best of a third of the sizes of a layer, and the best of those that compute
+    ``any_size``. ``expected`` returns the time of a size that the schedule ``supports``."""
+    found: dict[_Schedule, None] = {}
+    for problem in problems[::EVERY]:
+        timed = [(expected(problem, one), one) for one in candidates(problem) if supports(problem, one)]
+        ranked = [one for _, one in sorted(timed, key=itemgetter(0))]
+        found.update(dict.fromkeys(ranked[:BEST]))
+        found.update(dict.fromkeys(islice(filter(any_size, ranked), BEST)))
+    return tuple(found)
 
 
 def _maps_of(layer: Problem) -> list[Geometry]:

@@ -85,14 +85,19 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Part]:
     """Returns the same of a forward pass, or of a gradient of the input that is one."""
-    layer = of_any_size(problem)
-    if not supports(layer, device):
+    if not supports(of_any_size(problem), device):
         return []
-    found = _ranked(kernels_of(layer, device), problem, device)[:count]
+    found = ranked(problem, device)[:count]
     if len(found) < count:
         found += _ranked(kernels_for(problem, device), problem, device)
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]
+
+
+def ranked(problem: TileProblem, device: Device) -> list[Ranked]:
+    """Returns the parts of the layer's kernels with their expected clocks: the one that is expected to be the fastest,
+    then the best of each family in turn."""
+    return _ranked(kernels_of(of_any_size(problem), device), problem, device)
 
 
 def _ranked(kernels: Kernels, problem: TileProblem, device: Device) -> list[Ranked]:

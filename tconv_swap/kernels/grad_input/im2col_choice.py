@@ -34,8 +34,6 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.tma_gemm import SPLITS, for_size, may_load
 from tconv_swap.kernels.problem import Device
 
-#: The fewest channels of a group, on either side. The kernel was not measured with fewer.
-MIN_CHANNELS = 32
 #: A kernel has the shapes that are the fastest for one of the representative maps or one of these: all pairs of sides
 #: of which none is more than twice as long, or one row of so many columns, with each batch, of at most so many
 #: positions. The conflicts of the banks are computed for the NEAR best of each.
@@ -121,8 +119,7 @@ def candidates(
 ) -> tuple[Schedule, ...]:
     """Returns every kernel of a layer (``of_any_size``), with the shapes that are the fastest for some map; ``sizes``
     are among these maps."""
-    channels = min(layer.geometry.in_channels_per_group, layer.geometry.out_channels_per_group)
-    if channels < MIN_CHANNELS or not supports_some_size(layer, device):
+    if not supports_some_size(layer, device):
         return ()
     laid: dict[Im2colKernel, tuple[Timed, ...]] = {}
     known: dict[tuple[int, Im2colShape], float] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import log
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
@@ -24,15 +25,18 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     block_count,
     make_problem,
 )
+from tconv_swap.kernels.forward.implicit_gemm_layout import of_any_size as forward_of_any_size
 from tconv_swap.kernels.forward.split_k import reduce_launch
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
 from tconv_swap.kernels.grad_input.implicit_gemm_choice import Schedule, supports
 from tconv_swap.kernels.grad_input.implicit_gemm_choice import ranked as ranked_tiles
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     as_convolution,
+    as_problem,
     consumer_threads,
     of_any_size,
     shared_bytes,
@@ -43,7 +47,8 @@ from tconv_swap.kernels.grad_input.implicit_gemm_registers import (
     producer_registers,
     tile_registers,
 )
-from tconv_swap.kernels.grad_input.selection import Kernels, kernels_for, kernels_of
+from tconv_swap.kernels.grad_input.selection import Kernels, kernels_for, kernels_of, representatives
+from tconv_swap.kernels.gradients.narrow_mma import as_exact
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import (
     Argument,
@@ -75,10 +80,10 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    if (channels := padded_channels(problem, problem.geometry.out_channels)) is not None:
+    problem = as_exact(problem, device)
+    if (channels := channels_of_copies(problem, device)) is not None:
         return _of_more_channels(problem, channels, device, count)
-    convolution = as_convolution(problem)
-    if convolution.step == (1, 1):
+    if by_forward_kernels(problem, device):
         return _of_stride_one(problem, device, count)
     found = ranked(problem, device)[:count]
     if len(found) < count and count > 1:
@@ -87,9 +92,42 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     return list(parts)[:count]
 
 
+def channels_of_copies(problem: Problem, device: Device) -> int | None:
+    """Returns how many output channels the copies of grad_output and weight have that the kernels read; None if they
+    read the tensors as they lie, as those for few channels do."""
+    if grad_input_narrow_mma.supports(problem, device):
+        return None
+    return padded_channels(problem, problem.geometry.out_channels)
+
+
+def by_forward_kernels(problem: Problem, device: Device) -> bool:
+    """Returns whether kernels of the forward pass compute the problem, as they do at stride 1."""
+    convolution = as_convolution(problem)
+    return convolution.step == (1, 1) and _forward_is_faster(of_any_size(convolution), device)
+
+
+@lru_cache(maxsize=256)
+def _forward_is_faster(layer: StridedProblem, device: Device) -> bool:
+    """Returns whether kernels of the forward pass are expected to be faster than those for few channels. The choice is
+    one for all sizes of a layer, so that it has the kernels of one of them."""
+    if not grad_input_narrow_mma.supports(as_problem(layer), device):
+        return True
+    if not forward_implicit_gemm.supports(forward_of_any_size(as_forward(as_problem(layer))), device):
+        return False
+    kernels, ratio = kernels_of(layer, device).narrow_mma, 0.0
+    for size, weight in zip(*representatives(layer), strict=True):
+        posed = as_problem(size)
+        ours = grad_input_narrow_mma.ranked(kernels, posed, device)
+        others = forward_implicit_gemm.ranked(as_forward(posed), device)
+        if ours and others:
+            ratio += weight * log(ours[0].clocks / others[0].clocks)
+    return ratio > 0
+
+
 def ranked(problem: Problem, device: Device) -> list[Ranked]:
-    """Returns the parts of the layer's kernels for a problem with strides, with their expected clocks: the one that is
-    expected to be the fastest, then the best of each family in turn."""
+    """Returns the parts of the layer's kernels for a problem that they read as it lies, with their expected clocks: the
+    one that is expected to be the fastest, then the best of each family in turn."""
+    problem = as_exact(problem, device)
     convolution = as_convolution(problem)
     return _ranked(kernels_of(of_any_size(convolution), device), problem, convolution, device)
 
@@ -97,6 +135,7 @@ def ranked(problem: Problem, device: Device) -> list[Ranked]:
 def ranked_from_copies(problem: Problem, device: Device) -> list[Ranked]:
     """Returns the parts of the layer's kernels that read channels_last, for a problem in NCHW whose grad_output is
     copied already and whose weight is copied by another launch, with the expected clocks of all but the former."""
+    problem = as_exact(problem, device)
     layer = of_any_size(as_convolution(problem))
     return grad_input_nchw_to_nhwc.ranked_from_copies(
         kernels_of(layer, device).implicit_gemm_tma, problem, device
@@ -110,7 +149,10 @@ def _of_other_kernels(problem: Problem, device: Device) -> list[Ranked]:
 
 
 def _ranked(kernels: Kernels, problem: Problem, convolution: StridedProblem, device: Device) -> list[Ranked]:
-    families = [grad_input_im2col.ranked(kernels.im2col, convolution, device)]
+    families = [
+        grad_input_im2col.ranked(kernels.im2col, convolution, device),
+        grad_input_narrow_mma.ranked(kernels.narrow_mma, as_problem(convolution), device),
+    ]
     if convolution.input_channels_last:
         families.append(grad_input_tma.ranked(kernels.implicit_gemm_tma, convolution, device))
     else:

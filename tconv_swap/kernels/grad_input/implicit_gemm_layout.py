@@ -164,6 +164,30 @@ def as_convolution(problem: Problem) -> StridedProblem:
     )
 
 
+def as_problem(convolution: StridedProblem) -> Problem:
+    """Returns the layer's problem of which this is the convolution, with the step as its stride."""
+    g, step = convolution.geometry, convolution.step
+    unpadded = Geometry(
+        g.batch,
+        g.out_channels,
+        *convolution.positions,
+        g.in_channels,
+        g.kernel,
+        step,
+        g.padding,
+        dilation=g.dilation,
+        groups=g.groups,
+    )
+    beyond = (g.height - unpadded.out_height, g.width - unpadded.out_width)
+    return Problem(
+        replace(unpadded, output_padding=beyond),
+        convolution.dtype,
+        "tf32" if convolution.precision == "TF32" else "ieee",
+        convolution.input_channels_last,
+        convolution.weight_channels_last,
+    )
+
+
 def has_another_step(geometry: Geometry) -> bool:
     """Returns whether a map of one pixel is computed with a step that is not the layer's stride."""
     plain = (geometry.padding, geometry.dilation) == ((0, 0), (1, 1))

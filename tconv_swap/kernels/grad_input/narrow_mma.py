@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.hardware import REGISTERS
-from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.ranked import Ranked
+from tconv_swap.kernels.common.schedules import pool
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.grad_weight.layer import of_any_size
+from tconv_swap.kernels.gradients import narrow_mma
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
     chunk_taps,
@@ -25,6 +27,7 @@ from tconv_swap.kernels.gradients.grad_output_tile import (
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     CHUNK_TAPS,
+    CLOCKS_OF_MICROSECOND,
     FAMILY,
     SHARED_BYTES,
     WEIGHT_REGISTERS,
@@ -39,18 +42,14 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     overlapping,
     powers,
     rounds_nothing,
-    supports,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
-from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
-#: The fewest channels of a group, on either side, that the implicit GEMM computes, and the rows of a multiply.
-MIN_CHANNELS, TILE_CHANNELS = 8, 16
 #: The fewest taps that the implicit GEMM does not compute, and the fewest with which larger sizes are left to the
 #: general kernel.
 MANY_TAPS, MOST_TAPS = 65, 256
@@ -78,41 +77,25 @@ class GradInputTile(NarrowTile):
         )
 
 
-def plan_grad_input(problem: Problem, device: Device) -> Part | None:
-    """Returns the fastest part, or None for a problem that the family does not compute.
+def supports(problem: Problem, device: Device) -> bool:
+    """Returns whether the kernels compute a problem. In 16 bits PyTorch's operator was 1.2 to 1.6 times as fast below
+    ``MOST_TAPS`` (one layer, both layouts, H200)."""
+    return narrow_mma.supports(problem, device, MANY_TAPS if problem.dtype.itemsize == 4 else MOST_TAPS)
+
+
+def ranked(among: Iterable[GradInputTile], problem: Problem, device: Device) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size with their expected clocks, the one that is expected to
+    be the fastest first.
 
     Inputs: grad_output, input, weight. Output: the gradient of the input. Workspace: at most 64 MiB, if the taps are
     split.
     """
-    if _implicit_gemm_wins(problem):
-        return None
-    parts = part_candidates(problem, device, count=1)
-    return parts[0] if parts else None
-
-
-def _implicit_gemm_wins(problem: Problem) -> bool:
-    """Returns whether the implicit GEMM was measured to be faster for a layer with groups: with enough input channels
-    for its tiles (1.1 to 2.7 times, two layers in every mode), and in 16 bits and NCHW (1.2 to 2.4 times, six)."""
-    geometry = problem.geometry
-    channels = geometry.in_channels_per_group
-    if (
-        geometry.groups == 1
-        or problem.is_ieee
-        or min(channels, geometry.out_channels_per_group) < MIN_CHANNELS
-    ):
-        return False
-    return channels >= TILE_CHANNELS or (problem.dtype.itemsize == 2 and not problem.channels_last)
-
-
-def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    # In 16 bits PyTorch's operator was 1.2 to 1.6 times as fast below MOST_TAPS (one layer, both layouts, H200).
-    if not supports(problem, device, MANY_TAPS if problem.dtype.itemsize == 4 else MOST_TAPS):
-        return []
-    tiles = [tile for tile in schedules(of_any_size(problem, False), device) if supports_tile(problem, tile)]
-    if len(tiles) > 1:
-        tiles.sort(key=lambda tile: expected_microseconds(problem, tile, device))
-    return [lower(problem, tile, device) for tile in tiles[:count]]
+    found = [
+        Ranked(expected_clocks(problem, tile, device), partial(lower, problem, tile, device))
+        for tile in among
+        if supports_tile(problem, tile)
+    ]
+    return sorted(found, key=lambda one: one.clocks)
 
 
 def supports_tile(problem: Problem, tile: GradInputTile) -> bool:
@@ -122,21 +105,18 @@ def supports_tile(problem: Problem, tile: GradInputTile) -> bool:
     return loads_rows(problem, tile.grad_output)
 
 
-@disk_cache
-def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
-    """Returns the tiles that a layer has for all its sizes."""
-    return select_schedules(
-        layer,
-        max_schedules(layer, device),
+def candidates(sizes: Sequence[Problem], device: Device) -> tuple[GradInputTile, ...]:
+    """Returns the tiles that a layer of these sizes may have."""
+    return pool(
+        sizes,
         lambda problem: grad_input_tiles(problem, device),
         supports_tile,
-        lambda problem, tile: expected_microseconds(problem, tile, device),
-        lambda tile: _computes_any_size(layer, tile),
-        without_padding=True,
+        lambda problem, tile: expected_clocks(problem, tile, device),
+        lambda tile: computes_any_size(sizes[0], tile),
     )
 
 
-def _computes_any_size(layer: Problem, tile: GradInputTile) -> bool:
+def computes_any_size(layer: Problem, tile: GradInputTile) -> bool:
     """Returns whether a tile computes any size of a layer, as far as the workspace has room for its splits. Taps that
     no wide tile holds are always split."""
     fits = tile.splits == 1 or MANY_TAPS <= layer.geometry.taps < MOST_TAPS
@@ -316,8 +296,8 @@ def _with_splits(
     )
 
 
-def expected_microseconds(problem: Problem, tile: GradInputTile, device: Device) -> float:
-    """Returns the expected microseconds on an H200, by which tiles are ranked."""
+def expected_clocks(problem: Problem, tile: GradInputTile, device: Device) -> float:
+    """Returns the expected clocks of a size that the tile supports."""
     geometry, grad_output = problem.geometry, tile.grad_output
     down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
     across = blocks_across(geometry, tile)
@@ -345,4 +325,4 @@ def expected_microseconds(problem: Problem, tile: GradInputTile, device: Device)
         weights=blocks * tile.chunks_here * channels * k_steps * 8,
         partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
     )
-    return microseconds(work, GRAD_INPUT, warps)
+    return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps)

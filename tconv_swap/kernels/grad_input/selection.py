@@ -24,13 +24,16 @@ from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_cho
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
+    as_problem,
     has_another_step,
     of_any_size,
     sized,
 )
+from tconv_swap.kernels.gradients.narrow_schedules import other_kernels
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 
@@ -49,6 +52,7 @@ class Kernels:
     implicit_gemm: tuple[grad_input_choice.Schedule, ...] = ()
     implicit_gemm_tma: tuple[grad_input_tma_choice.Schedule, ...] = ()
     im2col: tuple[grad_input_im2col_choice.Schedule, ...] = ()
+    narrow_mma: tuple[grad_input_narrow_mma.GradInputTile, ...] = ()
 
 
 @disk_cache
@@ -56,9 +60,15 @@ def kernels_of(layer: StridedProblem, device: Device) -> Kernels:
     """Returns the kernels of a layer (``of_any_size``). The first one of implicit_gemm, or of implicit_gemm_tma in
     channels_last, computes any size. (Sizes with more positions than TMA counts go to the general kernels.)"""
     sizes, weights = representatives(layer)
-    limit = 1 if layer.one_pixel else MAX_SCHEDULES - _of_one_pixel(layer, device)
-    found = select_of_families(list(_timed(layer, sizes, device)), weights, limit)
+    found = select_of_families(list(_timed(layer, sizes, device)), weights, limit_of(layer, device))
     return Kernels(**found)  # type: ignore[arg-type]
+
+
+def limit_of(layer: StridedProblem, device: Device) -> int:
+    """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
+    if layer.one_pixel:
+        return 1
+    return MAX_SCHEDULES - _of_one_pixel(layer, device) - other_kernels(as_problem(layer), device)
 
 
 def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
@@ -74,11 +84,18 @@ def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
         tuple(grad_input_choice.candidates(problem, device)) if by_threads else (),
         tuple((shape,) for kernel in by_tma for shape in kernel),
         tuple(grad_input_im2col_choice.every_shape(layer, device)) if by_im2col else (),
+        grad_input_narrow_mma.candidates([posed], device)
+        if grad_input_narrow_mma.supports(posed := as_problem(problem), device)
+        else (),
     )
 
 
 def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
-    """Yields the candidates of all families."""
+    """Yields the candidates of all families. (At stride 1 the kernels of the forward pass compute the others.)"""
+    if grad_input_narrow_mma.supports(as_problem(layer), device):
+        yield from _of_narrow_mma(layer, sizes, device)
+    if layer.step == (1, 1):
+        return
     if layer.input_channels_last:
         yield from _of_tma(layer, sizes, device)
     else:
@@ -145,6 +162,19 @@ def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: D
     for schedule in grad_input_im2col_choice.candidates(layer, sizes, device):
         times = [_best(grad_input_im2col.ranked_tiles([schedule], size, device)) for size in sizes]
         yield Timed("im2col", schedule, times, False)
+
+
+def _of_narrow_mma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
+    posed = [as_problem(size) for size in sizes]
+    for tile in grad_input_narrow_mma.candidates(posed, device):
+        times = [
+            grad_input_narrow_mma.expected_clocks(problem, tile, device)
+            if grad_input_narrow_mma.supports_tile(problem, tile)
+            else math.inf
+            for problem in posed
+        ]
+        any_size = grad_input_narrow_mma.computes_any_size(as_problem(layer), tile)
+        yield Timed("narrow_mma", tile, times, any_size)
 
 
 def _best(ranked: Sequence[tuple[Any, ...]]) -> float:

@@ -14,6 +14,7 @@ from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_nhwc
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, registers, supports
@@ -27,6 +28,8 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
 from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.kernels.grad_weight.selection import Kernels, kernels_for, kernels_of, layer_of
 from tconv_swap.kernels.grad_weight.split_k import Sums, flush_of, reduction, reduction_kernel
+from tconv_swap.kernels.gradients.narrow_mma import as_exact
+from tconv_swap.kernels.gradients.narrow_mma import supports as is_narrow
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import (
@@ -85,6 +88,7 @@ def bias_clocks(problem: Problem) -> float:
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """Returns ``count`` parts: the one that is expected to be the fastest, then the best of each family in turn; after
     the kernels of the layer those that it may have."""
+    problem = as_exact(problem, device)
     found = [*ranked(problem, device, with_bias)[:count]]
     if len(found) < count:
         found += _ranked(kernels_for(problem, device), problem, device, with_bias)
@@ -97,6 +101,7 @@ def ranked(problem: Problem, device: Device, with_bias: bool) -> tuple[Ranked, .
     """Returns the parts of the layer's kernels that read the tensors as they lie, with their expected clocks: the one
     that is expected to be the fastest, then the best of each family in turn. (The plans of one size ask several
     times.)"""
+    problem = as_exact(problem, device)
     return tuple(_ranked(kernels_of(layer_of(problem), device), problem, device, with_bias))
 
 
@@ -104,6 +109,7 @@ def ranked(problem: Problem, device: Device, with_bias: bool) -> tuple[Ranked, .
 def ranked_from_copies(problem: Problem, device: Device) -> tuple[Ranked, ...]:
     """Returns the parts of the layer's kernels that read copies in channels_last of NCHW tensors, with their expected
     clocks and those of the copies."""
+    problem = as_exact(problem, device)
     if not grad_weight_nchw_to_nhwc.supports(problem, device):
         return ()
     kernels = kernels_of(layer_of(problem), device)
@@ -120,6 +126,8 @@ def _ranked(kernels: Kernels, problem: Problem, device: Device, with_bias: bool)
         families.append(grad_weight_tma.ranked(kernels.implicit_gemm_tma, problem, device, with_bias))
     if not with_bias:  # stride1 does not add up the bias
         families.append(grad_weight_stride1.ranked(kernels.stride1, problem, device))
+    if is_narrow(problem, device):
+        families.append(grad_weight_narrow_mma.ranked(kernels.narrow_mma, problem, device, with_bias))
     return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))
 
 

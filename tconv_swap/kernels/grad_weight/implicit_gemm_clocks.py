@@ -40,6 +40,10 @@ WGMMA_CLOCKS, WGMMA_READ_CLOCKS = 0.437, 0.75
 COPY_CLOCKS, SHORT_COPY_CLOCKS_NHWC = 0.0591, 0.0754
 REGISTER_COPY_CLOCKS, REGISTER_COPY_CLOCKS_NHWC = 0.0766, 0.108
 LOADED_BYTE_CLOCKS = 0.0194
+#: In NCHW, with strides that are multiples of the number of banks: the columns that a warp stores are of different
+#: phases, which lie in the same banks, and copies take so many times as long (kernels of 64 x 64 taps, whose tiles took
+#: 1.4 to 4.5 times as long on an H100).
+BANKS, BANK_CONFLICTS = 32, 2.7
 #: A tile takes this power of ``WARPS`` over the warps of a multiprocessor longer where these are fewer; and so many
 #: times as long where two blocks of a multiprocessor take turns, counted one after the other (in float32 the tensor
 #: cores are nearly always busy).
@@ -149,5 +153,7 @@ def _copy_clocks(problem: Problem, operands: Operands) -> float:
             copy, loaded = COPY_CLOCKS, max(loaded, window.sector_bytes)
         if window.through_registers:
             copy = REGISTER_COPY_CLOCKS_NHWC if problem.channels_last else REGISTER_COPY_CLOCKS
-        clocks += window.channels * (copy * window.pieces + LOADED_BYTE_CLOCKS * loaded)
+        of_window = window.channels * (copy * window.pieces + LOADED_BYTE_CLOCKS * loaded)
+        crowded = not problem.channels_last and problem.geometry.stride[1] % BANKS == 0
+        clocks += of_window * (BANK_CONFLICTS if crowded else 1.0)
     return clocks

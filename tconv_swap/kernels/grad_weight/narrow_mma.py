@@ -3,8 +3,9 @@ one side, depthwise layers and large kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import gcd
 
@@ -14,9 +15,9 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.ranked import Ranked
+from tconv_swap.kernels.common.schedules import pool
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.grad_weight.layer import of_any_size
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
     chunks,
@@ -27,10 +28,10 @@ from tconv_swap.kernels.gradients.grad_output_tile import (
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
     CHUNK_TAPS,
+    CLOCKS_OF_MICROSECOND,
     FAMILY,
     INPUT_REGISTERS,
     LONGEST_CHAIN,
-    MANY_TAPS,
     MAX_SUM_TILES,
     SHARED_BYTES,
     NarrowTile,
@@ -43,13 +44,11 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     overlapping,
     powers,
     rounds_nothing,
-    supports,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
-from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.disk_cache import disk_cache
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
@@ -76,25 +75,21 @@ class GradWeightTile(NarrowTile):
         )
 
 
-def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Returns the plan of the gradient of the weight, or None where this family does not support the problem.
-    Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` that of the bias.
+def ranked(
+    among: Iterable[GradWeightTile], problem: Problem, device: Device, with_bias: bool
+) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size with their expected clocks, the one that is expected to
+    be the fastest first. Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias``
+    that of the bias.
 
     Workspace: at most 64 MiB.
     """
-    parts = part_candidates(problem, device, with_bias, count=1)
-    return parts[0] if parts else None
-
-
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
-    if not supports(problem, device) or _fills_wide_tiles(problem):
-        return []
-    layer = of_any_size(problem, False)
-    tiles = [tile for tile in schedules(layer, device, with_bias) if supports_tile(problem, tile, with_bias)]
-    if len(tiles) > 1:
-        tiles.sort(key=lambda tile: expected_microseconds(problem, tile, device))
-    return [lower(problem, tile, device, with_bias) for tile in tiles[:count]]
+    found = [
+        Ranked(expected_clocks(problem, tile, device), partial(lower, problem, tile, device, with_bias))
+        for tile in among
+        if supports_tile(problem, tile, with_bias)
+    ]
+    return sorted(found, key=lambda one: one.clocks)
 
 
 def supports_tile(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
@@ -109,35 +104,21 @@ def supports_tile(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bo
     )
 
 
-@disk_cache
-def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
-    """Returns the tiles that a layer has over all its sizes."""
-    unpadded = replace(layer.geometry, output_padding=(0, 0))
-    return select_schedules(
-        layer,
-        max_schedules(layer, device),
+def candidates(sizes: Sequence[Problem], device: Device) -> tuple[GradWeightTile, ...]:
+    """Returns the tiles that a layer of these sizes may have."""
+    return pool(
+        sizes,
         lambda problem: grad_weight_tiles(problem, device),
-        lambda problem, tile: (
-            supports_tile(problem, tile, False)
-            and (not with_bias or _holds_the_output(unpadded, tile.grad_output))
-        ),
-        lambda problem, tile: expected_microseconds(problem, tile, device),
-        lambda tile: (
-            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.grad_output.load)
-        ),
-        without_padding=True,
+        lambda problem, tile: supports_tile(problem, tile, False),
+        lambda problem, tile: expected_clocks(problem, tile, device),
+        lambda tile: computes_any_size(sizes[0], tile),
     )
 
 
-def _fills_wide_tiles(problem: Problem) -> bool:
-    """Returns whether the tiles of grad_weight/implicit_gemm.py are faster: with 8 channels on both sides, up to twice
-    as fast (kb75). With many taps they are faster only in 16 bits and channels_last (1.3 to 3.9 times as fast on four
-    layers). In NCHW the narrow kernel is faster; and it does not round float32 to TF32, as PyTorch's operator does not
-    for these layers."""
-    geometry = problem.geometry
-    channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
-    wide = geometry.taps < MANY_TAPS or (problem.channels_last and problem.dtype.itemsize == 2)
-    return min(channels) >= 8 and wide
+def computes_any_size(layer: Problem, tile: GradWeightTile) -> bool:
+    """Returns whether a tile computes any size of a layer, as far as the workspace has room for its sums."""
+    whole = layer.channels_last or tile.input_vector == 1
+    return whole and loads_every_size(layer, tile.grad_output.load)
 
 
 def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
@@ -330,8 +311,8 @@ def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> in
     return count * ceil_div(load * problem.dtype.itemsize, 4)
 
 
-def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device) -> float:
-    """Returns the expected time on an H200, by which tiles are ranked."""
+def expected_clocks(problem: Problem, tile: GradWeightTile, device: Device) -> float:
+    """Returns the expected clocks of a size that the tile supports."""
     geometry, grad_output = problem.geometry, tile.grad_output
     repeat, splits = splits_of(geometry, tile, device)
     down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
@@ -352,4 +333,4 @@ def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device
         inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
         partial_bytes=count * splits if splits > 1 else 0,
     )
-    return microseconds(work, GRAD_WEIGHT, warps)
+    return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_WEIGHT, warps)

@@ -26,6 +26,7 @@ from tconv_swap.kernels.grad_weight import im2col_nhwc_clocks as grad_weight_im2
 from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weight_candidates
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma_choice as grad_weight_tma_choice
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_nhwc
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1_clocks
@@ -33,6 +34,8 @@ from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_t
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import leaves_sizes
 from tconv_swap.kernels.grad_weight.layer import has_pixels, is_a_product, of_any_size
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
+from tconv_swap.kernels.gradients.narrow_mma import supports as is_narrow
+from tconv_swap.kernels.gradients.narrow_schedules import other_kernels
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 
@@ -50,6 +53,7 @@ class Kernels:
     im2col_nchw: tuple[grad_weight_im2col_nchw_tile.Im2colKernel, ...] = ()
     im2col_nhwc: tuple[grad_weight_im2col_nhwc_clocks.Schedule, ...] = ()
     stride1: tuple[grad_weight_stride1_tile.Stride1Tile, ...] = ()
+    narrow_mma: tuple[grad_weight_narrow_mma.GradWeightTile, ...] = ()
 
 
 class Representative(NamedTuple):
@@ -71,7 +75,7 @@ def kernels_of(layer: Problem, device: Device) -> Kernels:
     (Sizes of more pixels than a kernel counts go to the general kernels.)"""
     sizes = representatives(layer)
     timed = list(_timed(layer, [size.geometry for size in sizes], device))
-    found = select_of_families(timed, [size.weight for size in sizes], limit_of(layer))
+    found = select_of_families(timed, [size.weight for size in sizes], limit_of(layer, device))
     return Kernels(**found)  # type: ignore[arg-type]
 
 
@@ -89,17 +93,16 @@ def kernels_for(problem: Problem, device: Device) -> Kernels:
         tuple(grad_weight_im2col_nchw_tile.kernels(problem.geometry)) if by_nchw else (),
         grad_weight_im2col_nhwc_clocks.pool(layer, device) if by_nhwc else (),
         tuple(grad_weight_stride1_tile.candidates(problem, device)) if at_stride1 else (),
+        grad_weight_narrow_mma.candidates([problem], device) if is_narrow(problem, device) else (),
     )
 
 
-def limit_of(layer: Problem) -> int:
+def limit_of(layer: Problem, device: Device) -> int:
     """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
-    geometry = layer.geometry
-    if geometry.taps >= MANY_TAPS:
-        return 1  # narrow_mma has the other kernels
-    if has_pixels(geometry):
-        return 1 if geometry.height == 1 else MAX_SCHEDULES - 1
-    return MAX_SCHEDULES - is_a_product(geometry)
+    geometry, most = layer.geometry, MAX_SCHEDULES - other_kernels(layer, device)
+    if geometry.taps < MANY_TAPS and has_pixels(geometry):
+        return 1 if geometry.height == 1 else most - 1
+    return most - is_a_product(geometry)
 
 
 def representatives(layer: Problem) -> list[Representative]:
@@ -137,6 +140,8 @@ def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterato
     yield from _of_im2col_nchw(layer, sizes, device)
     yield from _of_im2col_nhwc(layer, sizes, device)
     yield from _of_stride1(layer, sizes, device)
+    if is_narrow(layer, device):
+        yield from _of_narrow_mma(layer, sizes, device)
 
 
 def _of_implicit_gemm(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
@@ -206,3 +211,15 @@ def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> It
             for problem, is_supported in zip(posed, supported, strict=True)
         ]
         yield Timed("stride1", tile, times, False)
+
+
+def _of_narrow_mma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
+    posed = [replace(layer, geometry=geometry) for geometry in sizes]
+    for tile in grad_weight_narrow_mma.candidates(posed, device):
+        times = [
+            grad_weight_narrow_mma.expected_clocks(problem, tile, device)
+            if grad_weight_narrow_mma.supports_tile(problem, tile, False)
+            else math.inf
+            for problem in posed
+        ]
+        yield Timed("narrow_mma", tile, times, grad_weight_narrow_mma.computes_any_size(layer, tile))

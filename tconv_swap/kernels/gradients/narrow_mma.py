@@ -31,6 +31,8 @@ TF32_CHANNELS = 8
 NARROW_CHANNELS = 8
 #: The fewest taps that no wide tile holds, and the most channels of a group with so many taps.
 MANY_TAPS, MANY_TAPS_CHANNELS = 256, 64
+#: Clocks of the expected times of other families in a microsecond of ``narrow_mma_cost.py``.
+CLOCKS_OF_MICROSECOND = 1700
 #: A block's shared memory, in bytes.
 SHARED_BYTES = 100 * 1024
 #: The most taps of a chunk: its steps of 8 are unrolled.
@@ -146,6 +148,12 @@ def rounds_nothing(problem: Problem) -> bool:
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
     # PyTorch computes these layers in float32 even with TF32 allowed, and no kernel may be less accurate than PyTorch.
     return problem.precision == "ieee" or channels < TF32_CHANNELS or geometry.taps >= MANY_TAPS
+
+
+def as_exact(problem: Problem, device: Device) -> Problem:
+    """Returns the problem as kernels of every family have to compute it: in IEEE where PyTorch does."""
+    exact = problem.is_tf32 and supports(problem, device) and rounds_nothing(problem)
+    return replace(problem, precision="ieee") if exact else problem
 
 
 def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:

@@ -1,4 +1,4 @@
-"""The number of tiles that the narrow gradients of a layer have, whatever its sizes."""
+"""What the kernels of a narrow layer have in common over all its sizes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.problem import Device, Problem
 
-#: The most kernels of each gradient that a layer has over all sizes, of all families; and the most of the narrow
-#: family.
-MAX_KERNELS, MAX_NARROW = 4, 3
-
 
 @lru_cache(maxsize=1024)
-def max_schedules(layer: Problem, device: Device) -> int:
-    """Returns how many tiles each narrow gradient of a layer may have. Subtracted are the kernels that compute
-    both gradients of some sizes in one pass, and, for many taps, the general kernel, which computes what would
-    leave too many partial sums."""
-    others = max(
+def other_kernels(layer: Problem, device: Device) -> int:
+    """Returns how many kernels of each gradient a layer has beside those that are selected for it: those that compute
+    both gradients of some sizes in one pass, and, for many taps, the general kernel, which computes what would leave
+    too many partial sums."""
+    joint = max(
         gradients_narrow_joint.kernels_of(layer, device), gradients_large_kernel.kernels_of(layer, device)
     )
-    others += layer.geometry.taps >= MANY_TAPS
-    return min(MAX_NARROW, MAX_KERNELS - others)
+    return joint + (layer.geometry.taps >= MANY_TAPS)
 
 
 def loads_every_size(layer: Problem, load: int) -> bool:

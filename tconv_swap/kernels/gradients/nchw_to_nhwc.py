@@ -17,12 +17,9 @@ from tconv_swap.kernels.common.nchw_to_nhwc import (
     row_sums_bytes,
     transpose,
 )
-from tconv_swap.kernels.common.padded_channels import padded_channels
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
-from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
-from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import (
     Argument,
@@ -60,7 +57,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
     workspace of the parts.
     """
     wants_input, wants_weight, wants_bias = output_mask
-    if not wants_weight or grad_weight_narrow_mma.plan_grad_weight(problem, device) is not None:
+    if not wants_weight:
         return None
     copies = grad_weight_implicit_gemm.ranked_from_copies(problem, device)
     if not copies:
@@ -113,12 +110,11 @@ def _grad_input_clocks(problem: Problem, device: Device, of_copies: bool) -> flo
 
 
 def _reads_as_it_lies(problem: Problem, device: Device) -> bool:
-    """Returns whether kernels of other families, or those of the forward pass at stride 1, compute the gradient of the
-    input."""
+    """Returns whether kernels of the forward pass, which only read tensors as they lie, or those that read copies with
+    more channels compute the gradient of the input."""
     return (
-        max(problem.geometry.stride) == 1
-        or grad_input_narrow_mma.plan_grad_input(problem, device) is not None
-        or padded_channels(problem, problem.geometry.out_channels) is not None
+        grad_input_implicit_gemm.by_forward_kernels(problem, device)
+        or grad_input_implicit_gemm.channels_of_copies(problem, device) is not None
     )
 
 
@@ -131,9 +127,7 @@ def _grad_input(problem: Problem, device: Device) -> GradientPart | None:
         copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
         if copies and (not direct or copies[0].clocks <= direct[0].clocks):
             return GradientPart(copies[0].make(), made, (GRAD_OUTPUT, WEIGHT))
-    part = grad_input_narrow_mma.plan_grad_input(problem, device) or grad_input_implicit_gemm.plan_grad_input(
-        problem, device
-    )
+    part = grad_input_implicit_gemm.plan_grad_input(problem, device)
     return GradientPart(part, made, ()) if part is not None else None
 
 

@@ -13,6 +13,8 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
+from tconv_swap.kernels.grad_input import selection as grad_input_selection
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution, of_any_size
 from tconv_swap.runtime.program import Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -20,7 +22,12 @@ TURING = plan.Device("sm_75", 30, 64 << 10)
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 MANY_TAPS = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
 PAIRS = Geometry(2, 42, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
+SINGLE = ((True, False, False), (False, True, False))
 GAPS = Geometry(2, 32, 9, 13, 3, (3, 3), (5, 5), (1, 1))  # output pixels that no tap reaches
+
+
+def _problem(geometry: Geometry) -> plan.Problem:
+    return plan.Problem(geometry, torch.float16, "ieee", True, True)
 
 
 def backward(
@@ -38,17 +45,44 @@ def backward(
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("geometry", [PAIRS, RGB, MANY_TAPS, GAPS], ids=str)
-def test_the_narrow_gradients_take_what_is_narrow(
+def test_tensor_cores_compute_what_is_narrow(
     geometry: Geometry, dtype: torch.dtype, channels_last: bool
 ) -> None:
-    for mask in ((True, False, False), (False, True, False)):
+    for mask in SINGLE:
         made = backward(geometry, dtype, channels_last=channels_last, mask=mask)
-        wide = geometry == MANY_TAPS and mask[1] and channels_last and dtype != torch.float32
-        assert made.family == ("implicit_gemm" if wide else "narrow_mma")
+        # 8 channels on both sides fill larger tiles, and im2col reads 16 bits in NCHW.
+        larger = {"implicit_gemm"} if geometry == MANY_TAPS and mask[1] else set()
+        larger |= {"im2col"} if mask[0] and dtype != torch.float32 and not channels_last else set()
+        assert made.family in {"narrow_mma", *larger}
         assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES
         assert all(one.grid < 2**31 and one.shared_bytes <= 227 << 10 for one in made.launches)
     assert backward(geometry, torch.float64).family == "general"
     assert backward(geometry, torch.float32, TURING).family == "general"
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", [PAIRS, RGB, MANY_TAPS, GAPS], ids=str)
+def test_what_pytorch_computes_in_float32_is_computed_so_where_tf32_is_allowed(
+    geometry: Geometry, channels_last: bool
+) -> None:
+    for mask in SINGLE:
+        allowed = plan.Problem(geometry, torch.float32, "tf32", channels_last, channels_last)
+        exact = backward(geometry, channels_last=channels_last, mask=mask)
+        assert plan.plan_backward(allowed, mask, H200).launches == exact.launches
+
+
+def test_larger_tiles_compute_groups_of_eight_channels_where_they_are_expected_to_be_faster() -> None:
+    """Forward kernels at stride 1 as well. A layer has the kernels of one of them, whatever its sizes."""
+    for stride in (1, 2):
+        layer = Geometry(8, 64, 32, 32, 64, (3, 3), (stride, stride), (1, 1), groups=8)
+        families = {
+            backward(layer.with_batch(batch), torch.float16, channels_last=True, mask=SINGLE[0]).family
+            for batch in (1, 8, 64)
+        }
+        assert families == {"implicit_gemm"}
+    wide = Geometry(8, 64, 32, 32, 8, (3, 3), (2, 2), (1, 1))
+    tiles = grad_input_selection.kernels_of(of_any_size(as_convolution(_problem(wide))), H200)
+    assert 1 <= len(tiles.narrow_mma) + len(tiles.implicit_gemm) <= 4
 
 
 def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_all_of_the_output() -> None:
@@ -118,9 +152,9 @@ def test_several_taps_against_float64(geometry: Geometry, precision: str, channe
     torch.manual_seed(0)
     problem = plan.Problem(geometry, torch.float32, precision, channels_last, channels_last)
     layouts, mask = (channels_last, channels_last), (True, False, False)
-    parts = grad_input_narrow_mma.part_candidates(problem, H200, 4)
-    assert parts
-    for part in parts:
+    tiles = grad_input_narrow_mma.candidates([problem], H200)
+    assert tiles
+    for one in grad_input_narrow_mma.ranked(tiles, problem, H200)[:4]:
         assert_kernel_matches(
-            part, geometry, torch.float32, layouts, 1e-5 if precision == "ieee" else 1e-3, mask
+            one.make(), geometry, torch.float32, layouts, 1e-5 if precision == "ieee" else 1e-3, mask
         )

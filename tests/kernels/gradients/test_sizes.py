@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -18,12 +19,22 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
+    StridedProblem,
+    as_convolution,
+    as_problem,
+    of_any_size,
+)
+from tconv_swap.kernels.grad_input.narrow_mma import GradInputTile
+from tconv_swap.kernels.grad_input.selection import representatives
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
+from tconv_swap.kernels.grad_weight.narrow_mma import GradWeightTile
 from tconv_swap.kernels.grad_weight.selection import kernels_of, layer_of
+from tconv_swap.kernels.grad_weight.selection import representatives as grad_weight_representatives
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
 from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
@@ -118,10 +129,24 @@ def _general(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[M
 
 
 def _narrow_mma(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for part in grad_input_narrow_mma.part_candidates(posed, device, 4):
-        yield part, (True, False, False)
-    for part in grad_weight_narrow_mma.part_candidates(posed, device, bias, 4):
-        yield part, (False, True, bias)
+    of_input, of_weight = _narrow_tiles(of_any_size(as_convolution(posed)), layer_of(posed), device)
+    for one in grad_input_narrow_mma.ranked(of_input, posed, device)[:4]:
+        yield one.make(), (True, False, False)
+    for one in grad_weight_narrow_mma.ranked(of_weight, posed, device, bias)[:4]:
+        yield one.make(), (False, True, bias)
+
+
+@lru_cache
+def _narrow_tiles(
+    convolution: StridedProblem, layer: plan.Problem, device: plan.Device
+) -> tuple[tuple[GradInputTile, ...], tuple[GradWeightTile, ...]]:
+    """Returns the tiles of both gradients that a layer may have."""
+    sizes = [as_problem(size) for size in representatives(convolution)[0]]
+    others = [replace(layer, geometry=size.geometry) for size in grad_weight_representatives(layer)]
+    return (
+        grad_input_narrow_mma.candidates(sizes, device),
+        grad_weight_narrow_mma.candidates(others, device),
+    )
 
 
 def _depthwise(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
