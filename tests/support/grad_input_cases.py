@@ -11,9 +11,6 @@ from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.runtime.cache import csrc_directory
 
-#: Rows and columns of zeros after the image: more than any tap of a test reaches.
-MARGIN = 400
-
 
 def defined_gradient(posed: StridedProblem, grad_output: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Returns one channel of grad_input, [image][row][column], from the channels of one group.
@@ -23,7 +20,11 @@ def defined_gradient(posed: StridedProblem, grad_output: np.ndarray, weight: np.
     geometry, (step_h, step_w), (rows, cols) = posed.geometry, posed.step, posed.positions
     (dilation_h, dilation_w), (padding_h, padding_w) = geometry.dilation, geometry.padding
     images, channels, height, width = grad_output.shape
-    padded = np.zeros((images, channels, height + MARGIN, width + MARGIN))
+    reach_h, reach_w = posed.reach
+    # As far as the last position's last tap.
+    padded_height = max(height + padding_h, (rows - 1) * step_h + reach_h + 1)
+    padded_width = max(width + padding_w, (cols - 1) * step_w + reach_w + 1)
+    padded = np.zeros((images, channels, padded_height, padded_width))
     padded[:, :, padding_h : padding_h + height, padding_w : padding_w + width] = grad_output
     found = np.zeros((images, rows, cols))
     for kh, kw in np.ndindex(*geometry.kernel):
