@@ -148,12 +148,14 @@ def test_processes_continue_after_the_death_of_the_one_that_stopped_them(
     assert isinstance(found[cases[0]], dict), found[cases[0]]
 
 
-#: Counts until there is a file, or until the process that started it is gone.
+#: Counts until there is a file, or until the process that started it is gone. It leaves the core to those that it is
+#: counted beside, which import torch meanwhile.
 COUNT = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 parent = os.getppid()
 while os.getppid() == parent and not pathlib.Path(sys.argv[2]).exists():
     open(sys.argv[1], "a").write("x")
+    time.sleep(0.005)
 """
 
 
@@ -169,6 +171,7 @@ def counting_or_timing(
         with compiling():
             while not end.exists():
                 counts[0].open("a").write("x")
+                time.sleep(0.005)
         return {"child": child.wait()}
 
     def sizes() -> list[int]:
