@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import nsmallest
@@ -19,6 +19,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import (
     tensor_bytes,
     work_of,
 )
+from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import clocks_of_sizes as clocks_of_work
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     COPY_BYTES,
     Operands,
@@ -102,6 +103,29 @@ def supports(problem: Problem, device: Device) -> bool:
     return min(g.in_channels_per_group, g.out_channels_per_group) >= 8
 
 
+def clocks_of_sizes(
+    among: Iterable[Schedule], layer: Problem, sizes: Sequence[Geometry], device: Device
+) -> Iterator[tuple[Schedule, list[float]]]:
+    """Yields schedules of a layer with their expected clocks for each size, infinite where one does not suit it."""
+    # The widths of grad_output make little difference to the time of a map.
+    maps = [replace(layer.geometry, batch=g.batch, height=g.height, width=g.width) for g in sizes]
+    moved = [tensor_bytes(one, item_bytes(layer)) for one in maps]
+    tiles: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    suited: dict[tuple[tuple[int, int, int], int, int], list[bool]] = {}
+    for one in among:
+        shape, (into, out) = one.tile.shape, one.operands
+        if shape not in tiles:
+            tiles[shape] = [(pixel_tiles(g, shape), count) for g, count in zip(sizes, moved, strict=True)]
+        loaded = shape, into.copy, out.copy
+        if loaded not in suited:
+            suited[loaded] = [one.suits(g) for g in sizes]
+        clocks = clocks_of_work(one.work, one.tile, tiles[shape], device)
+        yield (
+            one,
+            [found if suits else math.inf for found, suits in zip(clocks, suited[loaded], strict=True)],
+        )
+
+
 @lru_cache(maxsize=256)
 def pool(layer: Problem, device: Device, sizes: tuple[Geometry, ...]) -> tuple[Schedule, ...]:
     """Returns all candidate schedules: every tile of pixels of the shapes that do best at some of these sizes."""
@@ -115,22 +139,24 @@ def pool(layer: Problem, device: Device, sizes: tuple[Geometry, ...]) -> tuple[S
         if one is not None:
             firsts[shape.wgmma].append((shape, one))
     shapes: dict[Shape, None] = {}
+    counts = list(dict.fromkeys(size.batch * size.height * size.width for size in sizes))
     for kind in firsts.values():
         # The map is taken to be filled by tiles of this shape.
-        for pixels in dict.fromkeys(size.batch * size.height * size.width for size in sizes):
-
-            def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
-                tile = one[1].tile
-                return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), 0, device)
-
-            shapes.update((shape, None) for shape, _ in nsmallest(SHAPES_TRIED, kind, key=clocks))
+        clocks = []
+        for _, one in kind:
+            filled = [(ceil_div(pixels, one.tile.pixels), 0) for pixels in counts]
+            clocks.append(clocks_of_work(one.work, one.tile, filled, device))
+        for of_size in zip(*clocks, strict=True):
+            best = nsmallest(SHAPES_TRIED, range(len(kind)), key=of_size.__getitem__)
+            shapes.update((kind[i][0], None) for i in best)
     found: list[Schedule] = []
+    choices: dict[int, list[tuple[int, int, int]]] = {}
     for shape in shapes:
-        choices = dict.fromkeys(
-            one for size in sizes for one in _choices_of(size, step_pixels(layer) * shape.warps[3])
-        )
+        step = step_pixels(layer) * shape.warps[3]
+        if step not in choices:
+            choices[step] = list(dict.fromkeys(one for size in sizes for one in _choices_of(size, step)))
         for divided in multiples:
-            found += _schedules_of(layer, shape, list(choices), divided, device)
+            found += _schedules_of(layer, shape, choices[step], divided, device)
     return tuple(found)
 
 

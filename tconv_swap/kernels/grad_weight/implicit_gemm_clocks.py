@@ -8,6 +8,7 @@ The constants are fitted to 9,638 times of an H100, in clocks of 1.7 GHz; the st
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tconv_swap.geometry import Geometry
@@ -56,7 +57,7 @@ class Work:
     Attributes:
         clocks: for one tile of pixels.
         blocks: of one split.
-        split_bytes: of the sums of one split.
+        split_bytes: of the sums of one split, in whole tiles.
         copies: of those sums that a split writes: one for each warp along k.
     """
 
@@ -66,14 +67,14 @@ class Work:
     copies: int
 
 
-def split_bytes(problem: Problem, tile: Tile) -> int:
-    """Returns the bytes of the sums of one split, in whole tiles."""
-    return weight_tiles(problem, tile) * tile.block_m * tile.block_n * tile.warps[2] * tile.warp_taps * 4
-
-
 def splits_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
     """Returns into how many splits the tiles of pixels are cut, so that all multiprocessors have work and the
     workspace keeps its limit."""
+    return min(_most_splits(work, tile, device), tiles)
+
+
+def _most_splits(work: Work, tile: Tile, device: Device) -> int:
+    """Returns the splits of as many tiles of pixels, or more."""
     blocks = work.blocks
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
     splits = max(1, slots // blocks)
@@ -81,7 +82,7 @@ def splits_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
     if blocks < slots and splits * blocks * 4 < 3 * slots:
         splits = max(1, 2 * slots // blocks)
     max_splits = max(1, WORKSPACE_LIMIT_BYTES // (work.split_bytes * work.copies))
-    return min(splits, max_splits, tiles)
+    return min(splits, max_splits)
 
 
 def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
@@ -93,7 +94,9 @@ def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
     clocks *= max(1.0, WARPS / resident) ** FEW_WARPS
     if tile.blocks_per_multiprocessor > 1:
         clocks *= TWO_BLOCKS_IEEE if problem.is_ieee else TWO_BLOCKS
-    return Work(clocks, weight_tiles(problem, tile), split_bytes(problem, tile), tile.warps[3])
+    blocks = weight_tiles(problem, tile)
+    split_bytes = blocks * tile.block_m * tile.block_n * tile.warps[2] * tile.warp_taps * 4
+    return Work(clocks, blocks, split_bytes, tile.warps[3])
 
 
 def tensor_bytes(geometry: Geometry, item: int) -> int:
@@ -105,7 +108,28 @@ def tensor_bytes(geometry: Geometry, item: int) -> int:
 def expected_clocks(work: Work, tile: Tile, tiles: int, moved_bytes: int, device: Device) -> float:
     """Returns the expected clocks of both launches over ``tiles`` tiles of pixels.
     ``moved_bytes``: ``tensor_bytes``."""
-    splits = splits_of(work, tile, tiles, device)
+    return clocks_of_sizes(work, tile, ((tiles, moved_bytes),), device)[0]
+
+
+def clocks_of_sizes(work: Work, tile: Tile, sizes: Iterable[tuple[int, int]], device: Device) -> list[float]:
+    """Returns the same for each size, which is its tiles of pixels and its ``tensor_bytes``. Of large sizes all but the
+    last product is the same, and a layer has many tiles and sizes."""
+    most = _most_splits(work, tile, device)
+    of_most = _rounds_and_reduction(work, tile, most, device)
+    of_gradient = GRADIENT_BYTE_CLOCKS * work.split_bytes
+    found = []
+    for tiles, moved_bytes in sizes:
+        if tiles >= most:
+            splits, (rounds, reduction) = most, of_most
+        else:
+            splits, (rounds, reduction) = tiles, _rounds_and_reduction(work, tile, tiles, device)
+        of_tiles = rounds * -(-tiles // splits) * work.clocks
+        found.append(LAUNCH_CLOCKS + of_tiles + BYTE_CLOCKS * moved_bytes + of_gradient + reduction)
+    return found
+
+
+def _rounds_and_reduction(work: Work, tile: Tile, splits: int, device: Device) -> tuple[int, float]:
+    """Returns how many blocks a multiprocessor computes one after the other, and the clocks of adding up the splits."""
     blocks, copies = work.blocks * splits, splits * work.copies
     resident = device.multiprocessors * tile.blocks_per_multiprocessor
     # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
@@ -114,13 +138,7 @@ def expected_clocks(work: Work, tile: Tile, tiles: int, moved_bytes: int, device
     )
     # Partial sums are written, then read by another launch that writes the gradient.
     reduction = REDUCTION_CLOCKS + PARTIAL_BYTE_CLOCKS * work.split_bytes * copies if copies > 1 else 0
-    return (
-        LAUNCH_CLOCKS
-        + rounds * ceil_div(tiles, splits) * work.clocks
-        + BYTE_CLOCKS * moved_bytes
-        + GRADIENT_BYTE_CLOCKS * work.split_bytes
-        + reduction
-    )
+    return rounds, reduction
 
 
 def _mma_clocks(problem: Problem, tile: Tile) -> float:

@@ -3,7 +3,6 @@ size. The functions are pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import (
     loaded_elements,
     work_of,
 )
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import clocks_of_sizes as clocks_of_work
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, fits_map
 from tconv_swap.kernels.grad_weight.layer import counts_in_32_bits, pixel_tiles
 from tconv_swap.kernels.problem import Device, Problem
@@ -62,19 +62,12 @@ def clocks_of_sizes(
     distinct: dict[tuple[tuple[int, int, int], Work], Schedule] = {}
     for one in among:
         distinct.setdefault((one.tma_tile.tile.shape, one.work), one)
-    clocks: list[list[float]] = [[] for _ in distinct]
-    for geometry in sizes:
-        tiles = {shape: tiles_of(geometry, shape) for shape in {shape for shape, _ in distinct}}
-        elements = {
-            read: loaded_elements(geometry, read) for read in {work.channels_read for _, work in distinct}
-        }
-        for row, (shape, work) in zip(clocks, distinct, strict=True):
-            row.append(
-                expected_clocks(work, tiles[shape], elements[work.channels_read], device)[0]
-                if tiles[shape]
-                else math.inf
-            )
-    yield from zip(distinct.values(), clocks, strict=True)
+    loads: dict[tuple[tuple[int, int, int], int], list[tuple[int, int]]] = {}
+    for (shape, work), one in distinct.items():
+        read = shape, work.channels_read
+        if read not in loads:
+            loads[read] = [(tiles_of(g, shape), loaded_elements(g, work.channels_read)) for g in sizes]
+        yield one, clocks_of_work(work, loads[read], device)
 
 
 @lru_cache(maxsize=256)

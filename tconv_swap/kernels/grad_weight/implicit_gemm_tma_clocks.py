@@ -8,7 +8,9 @@ The constants are fitted to 3,505 times of an H100, in clocks of 1.7 GHz; the st
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import WORKSPACE_LIMIT_BYTES
@@ -22,7 +24,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     stage_bytes,
 )
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.integers import ceil_div
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
 #: Clocks of the launch; of the launch that reduces splits; of a byte that is loaded of both tensors, of partial sums,
 #: and of the gradient.
@@ -102,19 +104,54 @@ def loaded_elements(geometry: Geometry, channels_read: int) -> int:
     return g.batch * (g.in_channels * pixels + g.out_channels * g.out_height * g.out_width)
 
 
+class Cut(NamedTuple):
+    """A number of splits, how many blocks a multiprocessor then computes one after the other, and the clocks of adding
+    up the splits."""
+
+    splits: int
+    rounds: int
+    added_clocks: float
+
+
+def _cuts(work: Work, tiles: int, device: Device) -> list[Cut]:
+    """Returns what ``split_choices`` make of the work."""
+    return [
+        Cut(
+            splits,
+            ceil_div(work.blocks * splits, device.multiprocessors),
+            REDUCTION_CLOCKS + PARTIAL_BYTE_CLOCKS * splits * work.split_bytes if splits > 1 else 0.0,
+        )
+        for splits in split_choices(work, tiles, device)
+    ]
+
+
+def _expected(work: Work, tiles: int, elements: int, cuts: Iterable[Cut]) -> tuple[float, int]:
+    fixed = LAUNCH_CLOCKS + BYTE_CLOCKS * 2 * elements + GRADIENT_BYTE_CLOCKS * work.split_bytes
+    best, best_splits = math.inf, 1
+    for splits, rounds, added_clocks in cuts:
+        clocks = rounds * ceil_div(tiles, splits) * work.clocks + added_clocks
+        if clocks < best:
+            best, best_splits = clocks, splits
+    return fixed + best, best_splits
+
+
 def expected_clocks(work: Work, tiles: int, elements: int, device: Device) -> tuple[float, int]:
     """Returns the expected clocks of the whole part and the number of splits with which it takes them.
     Args:
         tiles: of pixels.
         elements: that are loaded (``loaded_elements``).
     """
-    fixed = LAUNCH_CLOCKS + BYTE_CLOCKS * 2 * elements + GRADIENT_BYTE_CLOCKS * work.split_bytes
-    best, best_splits = math.inf, 1
-    for splits in split_choices(work, tiles, device):
-        rounds = ceil_div(work.blocks * splits, device.multiprocessors)
-        clocks = rounds * ceil_div(tiles, splits) * work.clocks
-        if splits > 1:
-            clocks += REDUCTION_CLOCKS + PARTIAL_BYTE_CLOCKS * splits * work.split_bytes
-        if clocks < best:
-            best, best_splits = clocks, splits
-    return fixed + best, best_splits
+    return _expected(work, tiles, elements, _cuts(work, tiles, device))
+
+
+def clocks_of_sizes(work: Work, sizes: Iterable[tuple[int, int]], device: Device) -> list[float]:
+    """Returns the expected clocks for each size, which is its tiles of pixels, or 0 where the kernel does not compute
+    it, and the elements that are loaded; infinite where it does not. Large sizes have the same choices of splits."""
+    of_many = _cuts(work, INT32_LIMIT, device)
+    most = of_many[-1].splits
+    return [
+        _expected(work, tiles, elements, of_many if tiles >= most else _cuts(work, tiles, device))[0]
+        if tiles
+        else math.inf
+        for tiles, elements in sizes
+    ]

@@ -147,11 +147,8 @@ def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterato
 def _of_implicit_gemm(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     if not grad_weight_candidates.supports(layer, device):
         return
-    # The widths of grad_output make little difference to the time of a map.
-    maps = {(g.batch, g.height, g.width): _sized(layer.geometry, g.batch, g.height, g.width) for g in sizes}
-    for one in grad_weight_candidates.pool(layer, device, tuple(sizes)):
-        clocks = {size: one.clocks(geometry, device) for size, geometry in maps.items()}
-        times = [clocks[g.batch, g.height, g.width] if one.suits(g) else math.inf for g in sizes]
+    pool = grad_weight_candidates.pool(layer, device, tuple(sizes))
+    for one, times in grad_weight_candidates.clocks_of_sizes(pool, layer, sizes, device):
         yield Timed("implicit_gemm", one, times, one.computes_any_size)
 
 
