@@ -173,6 +173,8 @@ class Part:
 
     def with_outputs(self, *indices: int) -> tuple[Launch, ...]:
         """Returns the launches, with the part's outputs at the places that the plan gives them."""
+        if indices == tuple(range(len(indices))):
+            return self.launches  # those of a plan's first part, or of its only one
 
         def placed(argument: Argument) -> Argument:
             if argument.kind is not ArgumentKind.OUTPUT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import product
 
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
@@ -180,6 +181,7 @@ def _fastest(
     channel_blocks = blocks(layer, kernel)
     every_split = SPLITS if kernel.partial else (1, *SPLITS) if count > 1 else (1,)
     counts = [(splits * channel_blocks, step_count(layer, kernel, splits)) for splits in every_split]
+    narrow = {i for i, (shape, *_) in enumerate(timed) if not shape.wide}
     kept: set[int] = set()
     for batch, rows, cols in maps:
         works = [
@@ -188,13 +190,13 @@ def _fastest(
             if (any_count or cols <= shape.cols) and shape.suits(rows, cols)
         ]
         for parts, steps in counts:
-            ranked = sorted(
+            clocks = [
                 (-(-work * parts // device.multiprocessors) * (steps * step + beside), i)
                 for work, step, beside, i in works
-            )
-            kept.update(i for _, i in ranked[:count])
+            ]
+            kept.update(i for _, i in nsmallest(count, clocks))
             # Wide boxes are not legal for every width.
-            kept.update([i for _, i in ranked if not timed[i][0].wide][:count])
+            kept.update(i for _, i in nsmallest(count, [one for one in clocks if one[1] in narrow]))
     return tuple(one for i, one in enumerate(timed) if i in kept)
 
 

@@ -3,6 +3,7 @@ over all its sizes, and the best of those that it has for each size. The functio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, block_count
-from tconv_swap.kernels.grad_input.implicit_gemm_clocks import clocks
+from tconv_swap.kernels.grad_input.implicit_gemm_clocks import block_clocks, clocks
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, shared_bytes
 from tconv_swap.kernels.grad_input.implicit_gemm_registers import (
     copy_registers,
@@ -104,6 +105,20 @@ def ranked(
             posed, tile = one.posed(problem), _for_size(one.tile, problem, device)
             found.append((clocks(posed, tile, device), posed, tile))
     return sorted(found, key=lambda entry: entry[0])
+
+
+def expected_clocks(
+    one: Schedule, problem: StridedProblem, device: Device, known: dict[tuple[Schedule, int], float]
+) -> float:
+    """Returns the expected clocks of a size; infinitely many if the kernel is not right for it. ``known``: the clocks
+    of a block of this layer's kernels, by their splits, to which new ones are added."""
+    if not one.legal(problem):
+        return math.inf
+    posed, tile = one.posed(problem), _for_size(one.tile, problem, device)
+    of_block = known.get((one, tile.splits))
+    if of_block is None:
+        of_block = known[one, tile.splits] = block_clocks(posed, tile)
+    return clocks(posed, tile, device, of_block)
 
 
 def _for_size(tile: Tile, problem: StridedProblem, device: Device) -> Tile:

@@ -53,8 +53,10 @@ MANY_REGISTERS, CROWDED = 90, 1.1
 FAR, FAR_MMA = 0.23, 1.0
 
 
-def clocks(problem: StridedProblem, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of a problem with this tile."""
+def clocks(problem: StridedProblem, tile: Tile, device: Device, of_block: float | None = None) -> float:
+    """Returns the expected clocks of a problem with this tile; ``of_block``: its ``block_clocks``, if known."""
+    if of_block is None:
+        of_block = block_clocks(problem, tile)
     geometry = problem.geometry
     resident = device.multiprocessors * tile.blocks_per_multiprocessor
     blocks = block_count(problem, tile)
@@ -67,12 +69,17 @@ def clocks(problem: StridedProblem, tile: Tile, device: Device) -> float:
     odd = not problem.output_channels_last and problem.positions[1] % 2
     return (
         LAUNCH_CLOCKS
-        + rounds * (_wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile))
+        + rounds * of_block
         + BYTE_CLOCKS * problem.moved_bytes
         + (ODD_BYTE_CLOCKS * outputs * problem.item if odd else 0)
         + PACKED_BYTE_CLOCKS * 2 * weights * problem.item * problem.parts
         + (PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits if tile.splits > 1 else 0)
     )
+
+
+def block_clocks(problem: StridedProblem, tile: Tile) -> float:
+    """Returns the clocks in which a block computes a tile, which are the same for all sizes of a layer."""
+    return _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile)
 
 
 def _wgmma_clocks(problem: StridedProblem, tile: Tile) -> float:

@@ -123,8 +123,9 @@ def _phases_of(kernel: int, dilation: int, step: int) -> tuple[int, ...]:
     return tuple(sorted({k * dilation % step for k in range(kernel)}))
 
 
+@lru_cache(maxsize=256)
 def as_convolution(problem: Problem) -> StridedProblem:
-    """Returns the gradient of the input as a convolution, for any stride."""
+    """Returns the gradient of the input as a convolution, for any stride. (The plans of one size ask several times.)"""
     geometry = problem.geometry
     # For one pixel nothing depends on the stride; with stride = kernel, every tap is a phase of its own.
     one_pixel = geometry.height == geometry.width == 1 and has_another_step(geometry)

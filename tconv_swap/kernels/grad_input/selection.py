@@ -107,14 +107,19 @@ def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devic
 
 def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     kept: dict[grad_input_choice.Schedule, None] = {}
+    of_blocks: dict[tuple[grad_input_choice.Schedule, int], float] = {}
+
+    def clocks(one: grad_input_choice.Schedule, size: StridedProblem) -> float:
+        return grad_input_choice.expected_clocks(one, size, device, of_blocks)
+
     for size in _with_other_tiles(sizes):
         every = grad_input_choice.candidates(size, device)
-        timed = [(_best(grad_input_choice.ranked([one], size, device)), one) for one in every]
+        timed = [(clocks(one, size), one) for one in every]
         nearest = [one for _, one in sorted(timed, key=itemgetter(0))]
         kept.update(dict.fromkeys(nearest[:BEST]))
         kept.update(dict.fromkeys([one for one in nearest if one.computes_any_size(size)][:BEST]))
     for one in kept:
-        times = [_best(grad_input_choice.ranked([one], size, device)) for size in sizes]
+        times = [clocks(one, size) for size in sizes]
         yield Timed("implicit_gemm", one, times, one.computes_any_size(sizes[0]))
 
 
