@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from itertools import permutations
 
@@ -91,11 +92,16 @@ def variants(kernel: Kernel) -> set[tuple[object, ...]]:
 
 def one_of_each(kernels: dict[Kernel, int]) -> list[Kernel]:
     """Returns the fewest kernels, chosen greedily, that compile every variant of every source; among equal ones the
-    kernel whose block takes the most resources."""
+    kernel whose block takes the most resources. One whose variants the later ones compile as well is left out."""
     found: list[Kernel] = []
     of = {kernel: variants(kernel) for kernel in sorted(kernels, key=lambda one: -kernels[one])}
     left = set().union(*of.values())
     while left:
         found.append(max(of, key=lambda kernel: len(of[kernel] & left)))
         left -= of[found[-1]]
+    times = Counter(variant for kernel in found for variant in of[kernel])
+    for kernel in list(found):
+        if all(times[variant] > 1 for variant in of[kernel]):
+            found.remove(kernel)
+            times.subtract(of[kernel])
     return found
