@@ -78,6 +78,16 @@ def _plans_are_not_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "cache_directory", lambda: Path(os.devnull))
 
 
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one process of `pytest -n` has searched, the others read. Only for tests that plan and replace no part of a
+    planner: they make what all others would."""
+    folder = tmp_path_factory.getbasetemp()
+    # The folder of a process lies in that of the session.
+    session = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    monkeypatch.setattr(disk_cache, "cache_directory", lambda: session / "searched")
+
+
 @pytest.fixture(autouse=True)
 def _guesses_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests have more layers than any network, and none needs the kernels of sizes that it does not have, or of

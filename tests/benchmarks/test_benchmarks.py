@@ -276,6 +276,7 @@ def test_ceilings_of_a_machine() -> None:
 # The kernels
 
 
+@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("layer", SUITE.layers, ids=lambda layer: layer.name)
 def test_every_layer_has_a_plan_in_every_mode(
