@@ -45,7 +45,6 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
-from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -93,7 +92,7 @@ def ranked(among: Iterable[GradInputTile], problem: Problem, device: Device) -> 
     found = [
         Ranked(expected_clocks(problem, tile, device), partial(lower, problem, tile, device))
         for tile in among
-        if supports_tile(problem, tile)
+        if supports(problem, device) and supports_tile(problem, tile)
     ]
     return sorted(found, key=lambda one: one.clocks)
 
@@ -120,7 +119,16 @@ def computes_any_size(layer: Problem, tile: GradInputTile) -> bool:
     """Returns whether a tile computes any size of a layer, as far as the workspace has room for its splits. Taps that
     no wide tile holds are always split."""
     fits = tile.splits == 1 or MANY_TAPS <= layer.geometry.taps < MOST_TAPS
-    return fits and loads_every_size(layer, tile.grad_output.load)
+    return fits and _loads_every_size(layer, tile.grad_output.load)
+
+
+def _loads_every_size(layer: Problem, load: int) -> bool:
+    """Returns whether rows of grad_output hold whole loads whatever the size; for many taps, of sizes without
+    output_padding (the general kernel computes the others)."""
+    if layer.channels_last or load == 1:
+        return True
+    g = layer.geometry
+    return g.taps >= MOST_TAPS and g.stride[1] % load == 0 and (g.out_width - g.output_padding[1]) % load == 0
 
 
 def lower(problem: Problem, tile: GradInputTile, device: Device) -> Part:

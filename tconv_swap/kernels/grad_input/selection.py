@@ -33,7 +33,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     of_any_size,
     sized,
 )
-from tconv_swap.kernels.gradients.narrow_schedules import other_kernels
+from tconv_swap.kernels.gradients.other_kernels import other_kernels
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 

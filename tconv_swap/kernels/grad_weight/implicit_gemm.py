@@ -11,6 +11,7 @@ import torch
 
 from tconv_swap.kernels.common.ranked import Ranked, in_turn
 from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
+from tconv_swap.kernels.grad_weight import bias_clocks as grad_weight_bias_clocks
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
@@ -46,9 +47,6 @@ from tconv_swap.runtime.program import (
 
 #: Registers of a thread that must be left over for the compiler never to spill (up to 72 bytes were seen).
 SPARE_REGISTERS = 48
-#: Clocks at 1.7 GHz of the launches of the bias's gradient (common/general.py), and of a byte of grad_output, which
-#: they read again (32 times of an H100).
-BIAS_CLOCKS, BIAS_BYTE_CLOCKS = 6000, 0.0007
 
 
 @lru_cache(maxsize=256)
@@ -66,7 +64,7 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
         return None
     if with_bias:
         apart = ranked(problem, device, False)
-        if apart[0].clocks + bias_clocks(problem) < found[0].clocks:
+        if apart[0].clocks + grad_weight_bias_clocks.clocks(problem) < found[0].clocks:
             return None
     return found[0].make()
 
@@ -76,13 +74,6 @@ def expected_clocks(problem: Problem, device: Device) -> float:
     this size."""
     found = (*ranked(problem, device, False)[:1], *ranked_from_copies(problem, device)[:1])
     return min((one.clocks for one in found), default=math.inf)
-
-
-def bias_clocks(problem: Problem) -> float:
-    """Returns the expected clocks of the bias's gradient by launches of its own."""
-    g = problem.geometry
-    elements = g.batch * g.out_channels * g.out_height * g.out_width
-    return BIAS_CLOCKS + BIAS_BYTE_CLOCKS * elements * problem.dtype.itemsize
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:

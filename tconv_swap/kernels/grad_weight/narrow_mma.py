@@ -32,6 +32,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     FAMILY,
     INPUT_REGISTERS,
     LONGEST_CHAIN,
+    MANY_TAPS,
     MAX_SUM_TILES,
     SHARED_BYTES,
     NarrowTile,
@@ -47,7 +48,6 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
-from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -116,9 +116,11 @@ def candidates(sizes: Sequence[Problem], device: Device) -> tuple[GradWeightTile
 
 
 def computes_any_size(layer: Problem, tile: GradWeightTile) -> bool:
-    """Returns whether a tile computes any size of a layer, as far as the workspace has room for its sums."""
-    whole = layer.channels_last or tile.input_vector == 1
-    return whole and loads_every_size(layer, tile.grad_output.load)
+    """Returns whether a tile computes any size of a layer. The workspace has no room for the sums of many taps over
+    large maps."""
+    if layer.geometry.taps >= MANY_TAPS:
+        return False
+    return layer.channels_last or tile.input_vector == tile.grad_output.load == 1
 
 
 def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:

@@ -18,6 +18,7 @@ from tconv_swap.kernels.common.schedules import (
     representative_sizes,
     select_of_families,
 )
+from tconv_swap.kernels.grad_weight import bias_clocks as grad_weight_bias_clocks
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nchw_clocks as grad_weight_im2col_nchw_clocks
 from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
@@ -35,13 +36,16 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import leaves_sizes
 from tconv_swap.kernels.grad_weight.layer import has_pixels, is_a_product, of_any_size
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.gradients.narrow_mma import supports as is_narrow
-from tconv_swap.kernels.gradients.narrow_schedules import other_kernels
+from tconv_swap.kernels.gradients.other_kernels import other_kernels
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 
 #: The share of the copy of grad_output that counts: the gradient of the input, which is mostly computed as well, may
 #: read it too.
 COPY_SHARE = 0.5
+#: The share of the launches of the bias's gradient that counts where a tile of narrow_mma does not add it up: not every
+#: layer has a bias. (The kernels of the other families add it up whatever their tiles, or never.)
+BIAS_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +216,13 @@ def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> It
 
 def _of_narrow_mma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     posed = [replace(layer, geometry=geometry) for geometry in sizes]
+    bias = [BIAS_SHARE * grad_weight_bias_clocks.clocks(problem) for problem in posed]
     for tile in grad_weight_narrow_mma.candidates(posed, device):
         times = [
             grad_weight_narrow_mma.expected_clocks(problem, tile, device)
+            + (0.0 if grad_weight_narrow_mma.supports_tile(problem, tile, True) else of_bias)
             if grad_weight_narrow_mma.supports_tile(problem, tile, False)
             else math.inf
-            for problem in posed
+            for problem, of_bias in zip(posed, bias, strict=True)
         ]
         yield Timed("narrow_mma", tile, times, grad_weight_narrow_mma.computes_any_size(layer, tile))

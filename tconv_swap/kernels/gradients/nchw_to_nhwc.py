@@ -19,6 +19,7 @@ from tconv_swap.kernels.common.nchw_to_nhwc import (
 )
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
+from tconv_swap.kernels.grad_weight import bias_clocks as grad_weight_bias_clocks
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import (
@@ -95,7 +96,7 @@ def _as_they_lie(problem: Problem, device: Device, with_bias: bool) -> float:
     if not with_bias:
         return clocks
     together = grad_weight_implicit_gemm.ranked(problem, device, True)
-    apart = clocks + grad_weight_implicit_gemm.bias_clocks(problem)
+    apart = clocks + grad_weight_bias_clocks.clocks(problem)
     return min(apart, together[0].clocks if together else math.inf)
 
 

@@ -21,9 +21,15 @@ from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_g
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
 from tconv_swap.kernels.grad_input import selection as grad_input_selection
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
+    StridedProblem,
+    as_convolution,
+    as_problem,
+    of_any_size,
+)
 from tconv_swap.kernels.grad_input.selection import Kernels, kernels_for, kernels_of, representatives
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.runtime.program import Kernel, Part
@@ -54,8 +60,11 @@ def with_odd_columns(layer: Geometry) -> Geometry:
 
 
 def computes_any_size(layer: StridedProblem, kernels: Kernels) -> bool:
-    """Returns whether the first kernel of implicit_gemm, or of implicit_gemm_tma in channels_last, does."""
+    """Returns whether the first kernel of implicit_gemm, of narrow_mma, or of implicit_gemm_tma in channels_last,
+    does."""
     if any(one.computes_any_size(layer) for one in kernels.implicit_gemm[:1]):
+        return True
+    if any(grad_input_narrow_mma.computes_any_size(as_problem(layer), one) for one in kernels.narrow_mma[:1]):
         return True
     by_tma = kernels.implicit_gemm_tma[:1] if layer.input_channels_last else ()
     return any(grad_input_tma_choice.computes_any_size(one) for one in by_tma)

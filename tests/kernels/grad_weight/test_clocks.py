@@ -21,6 +21,7 @@ from size_cases import AMPERE, H200
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import measured, plan
+from tconv_swap.kernels.grad_weight import bias_clocks as grad_weight_bias_clocks
 from tconv_swap.kernels.grad_weight import im2col_nchw_clocks as grad_weight_im2col_nchw_clocks
 from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
 from tconv_swap.kernels.grad_weight import im2col_nhwc_clocks as grad_weight_im2col_nhwc_clocks
@@ -45,13 +46,15 @@ TF32: Mode = (torch.float32, "tf32")
 FP16: Mode = (torch.float16, "ieee")
 IEEE: Mode = (torch.float32, "ieee")
 #: Layers of which every constant of the clocks concerns some size: taps that overlap, strides above 2, channels whose
-#: pixels are no whole lines or pieces, odd rows, stride 1, and so few channels that two blocks share a multiprocessor.
+#: pixels are no whole lines or pieces, odd rows, strides of 1 and of 32 banks, and so few channels that two blocks
+#: share a multiprocessor.
 VARIED = (
     Geometry(40, 96, 14, 13, 40, (4, 4), (2, 2), (1, 1)),
     Geometry(3, 64, 31, 30, 72, (5, 5), (3, 3), (1, 1)),
     Geometry(16, 257, 21, 21, 66, (2, 2), (2, 2)),
     Geometry(2, 64, 64, 128, 64, (3, 5)),
     Geometry(16, 32, 20, 20, 16, (2, 2), (2, 2)),
+    Geometry(1, 16, 8, 8, 16, (2, 32), (2, 32)),
 )
 LAYER = Geometry(330, 256, 16, 16, 128, (4, 4), (2, 2), (1, 1))
 #: Kernels, strides, paddings and output paddings of common layers.
@@ -286,8 +289,8 @@ def expected_of_all(of: ModuleType) -> Iterator[float]:
                 yield of.best_tile(problem, rows, H200)[0]
         elif of is grad_weight_nchw_to_nhwc:
             yield of.expected(geometry, 1.0)
-        elif of is grad_weight_implicit_gemm:
-            yield of.bias_clocks(problem)
+        elif of is grad_weight_bias_clocks:
+            yield of.clocks(problem)
         elif of is grad_weight_pytorch_clocks:
             for taps, stride in (((4, 4), 2), ((8, 9), 2), ((4, 4), 12)):
                 yield of.clocks(posed(replace(geometry, kernel=taps, stride=(1, stride)), mode, last), H200)
@@ -314,7 +317,7 @@ MODULES = (
     (grad_weight_im2col_nhwc_clocks, 9, ()),
     (grad_weight_stride1_clocks, 11, ()),
     (grad_weight_nchw_to_nhwc, 2, ()),
-    (grad_weight_implicit_gemm, 2, ("SPARE_REGISTERS",)),
+    (grad_weight_bias_clocks, 2, ()),
     (grad_weight_pytorch_clocks, 7, ("MARGIN",)),
 )
 

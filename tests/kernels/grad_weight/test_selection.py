@@ -20,6 +20,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import schedules
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_weight import bias_clocks as grad_weight_bias_clocks
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
@@ -37,6 +38,7 @@ from tconv_swap.kernels.grad_weight.selection import (
     representatives,
 )
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
+from tconv_swap.kernels.gradients.other_kernels import other_kernels
 from tconv_swap.runtime.program import Kernel, Part
 
 Mode = tuple[torch.dtype, str]
@@ -131,7 +133,7 @@ def test_a_layer_has_at_most_four_kernels_and_one_for_every_size(name: str, devi
         adding: dict[tuple[str, bool], set[Kernel]] = {}
         layers = {layer_of(posed(size, mode, channels_last)) for size in sizes}
         for layer in layers:
-            assert count(kernels_of(layer, device)) <= limit_of(layer) <= schedules.MAX_SCHEDULES
+            assert count(kernels_of(layer, device)) <= limit_of(layer, device) <= schedules.MAX_SCHEDULES
         for geometry in sizes:
             problem = posed(geometry, mode, channels_last)
             ranked = grad_weight_implicit_gemm.ranked(problem, device, False)
@@ -148,7 +150,12 @@ def test_a_layer_has_at_most_four_kernels_and_one_for_every_size(name: str, devi
                     for one in part.launches:
                         if "reduce" in one.kernel.entry:
                             adding.setdefault((one.kernel.entry, bias), set()).add(one.kernel)
-        assert 0 < len(taken[False]) <= sum(map(limit_of, layers)) <= schedules.MAX_SCHEDULES
+        assert (
+            0
+            < len(taken[False])
+            <= sum(limit_of(layer, device) for layer in layers)
+            <= schedules.MAX_SCHEDULES
+        )
         assert len(taken[True]) <= len(taken[False])
         assert all(len(kernels) <= schedules.MAX_SCHEDULES for kernels in adding.values()), adding
 
@@ -163,11 +170,22 @@ def test_maps_of_one_pixel_have_the_fourth_kernel_where_they_are_apart() -> None
         problem = problem_of(name, TF32, True)
         pixel = replace(problem, geometry=replace(problem.geometry, height=1, width=1))
         large = replace(problem, geometry=replace(problem.geometry, height=64, width=64))
-        assert limit_of(layer_of(large)) == of_maps
+        assert limit_of(layer_of(large), H200) == of_maps
         assert (layer_of(pixel) == layer_of(large)) == (of_pixels is None)
-        assert of_pixels in (None, limit_of(layer_of(pixel)))
-    # The narrow kernels have the others of many taps.
-    assert limit_of(layer_of(problem_of("fcn32s"))) == 1
+        assert of_pixels in (None, limit_of(layer_of(pixel), H200))
+
+
+def test_kernels_that_compute_both_gradients_and_the_general_one_leave_fewer() -> None:
+    rgb = Geometry(16, 128, 128, 128, 3, (4, 4), (2, 2), (1, 1))
+    for geometry, mode, others in (
+        (BY_NAME["fcn32s"], TF32, 1),
+        (BY_NAME["fcn32s"], FP16, 2),
+        (rgb, TF32, 1),
+    ):
+        layer = layer_of(posed(geometry, mode))
+        assert other_kernels(layer, H200) == others
+        assert limit_of(layer, H200) == schedules.MAX_SCHEDULES - others
+        assert 1 <= count(kernels_of(layer, H200)) <= schedules.MAX_SCHEDULES - others
 
 
 # ---- how near to the best ---------------------------------------------------------------------------------------
@@ -243,7 +261,7 @@ def clocks_as_they_lie(problem: plan.Problem, with_bias: bool) -> float:
     if not with_bias:
         return min(alone)
     together = [one.clocks for one in grad_weight_implicit_gemm.ranked(problem, H200, True)]
-    return min([min(alone) + grad_weight_implicit_gemm.bias_clocks(problem), *together])
+    return min([min(alone) + grad_weight_bias_clocks.clocks(problem), *together])
 
 
 def test_copies_are_taken_exactly_where_they_are_expected_to_be_faster() -> None:
@@ -320,7 +338,7 @@ def test_the_bias_has_launches_of_its_own_where_that_is_expected_to_be_faster() 
             problem = posed(random_sizes(rng, BY_NAME[name]), mode)
             together = grad_weight_implicit_gemm.ranked(problem, H200, True)
             alone = clocks_as_they_lie(problem, False)
-            own = alone + grad_weight_implicit_gemm.bias_clocks(problem)
+            own = alone + grad_weight_bias_clocks.clocks(problem)
             part = grad_weight_implicit_gemm.plan_grad_weight(problem, H200, True)
             wanted = together[0].make() if together and together[0].clocks <= own else None
             assert part == wanted, problem

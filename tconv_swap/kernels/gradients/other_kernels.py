@@ -1,4 +1,4 @@
-"""What the kernels of a narrow layer have in common over all its sizes."""
+"""How many kernels a layer has beside those that are selected for each gradient."""
 
 from __future__ import annotations
 
@@ -19,12 +19,3 @@ def other_kernels(layer: Problem, device: Device) -> int:
         gradients_narrow_joint.kernels_of(layer, device), gradients_large_kernel.kernels_of(layer, device)
     )
     return joint + (layer.geometry.taps >= MANY_TAPS)
-
-
-def loads_every_size(layer: Problem, load: int) -> bool:
-    """Whether rows of grad_output hold whole loads whatever the size; for many taps, of sizes without output
-    padding."""
-    if layer.channels_last or load == 1:
-        return True
-    g = layer.geometry
-    return g.taps >= MANY_TAPS and g.stride[1] % load == 0 and (g.out_width - g.output_padding[1]) % load == 0
