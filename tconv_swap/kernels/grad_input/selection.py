@@ -33,7 +33,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     of_any_size,
     sized,
 )
-from tconv_swap.kernels.gradients.other_kernels import other_kernels
+from tconv_swap.kernels.gradients.joint_kernels import joint_kernels
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.disk_cache import disk_cache
 
@@ -68,7 +68,10 @@ def limit_of(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
     if layer.one_pixel:
         return 1
-    return MAX_SCHEDULES - _of_one_pixel(layer, device) - other_kernels(as_problem(layer), device)
+    # The general kernel computes what would leave too many partial sums.
+    general = layer.geometry.taps >= grad_input_narrow_mma.MOST_TAPS
+    joint = joint_kernels(as_problem(layer), device)
+    return MAX_SCHEDULES - _of_one_pixel(layer, device) - joint - general
 
 
 def kernels_for(problem: StridedProblem, device: Device) -> Kernels:

@@ -34,9 +34,9 @@ from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import leaves_sizes
 from tconv_swap.kernels.grad_weight.layer import has_pixels, is_a_product, of_any_size
+from tconv_swap.kernels.gradients.joint_kernels import joint_kernels
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.gradients.narrow_mma import supports as is_narrow
-from tconv_swap.kernels.gradients.other_kernels import other_kernels
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
 
@@ -103,7 +103,7 @@ def kernels_for(problem: Problem, device: Device) -> Kernels:
 
 def limit_of(layer: Problem, device: Device) -> int:
     """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
-    geometry, most = layer.geometry, MAX_SCHEDULES - other_kernels(layer, device)
+    geometry, most = layer.geometry, MAX_SCHEDULES - joint_kernels(layer, device)
     if geometry.taps < MANY_TAPS and has_pixels(geometry):
         return 1 if geometry.height == 1 else most - 1
     return most - is_a_product(geometry)
