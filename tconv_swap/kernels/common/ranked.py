@@ -8,6 +8,9 @@ from typing import NamedTuple, TypeVar
 
 from tconv_swap.runtime.program import Part
 
+#: Expected clocks are of 1.7 GHz.
+CLOCKS_OF_MICROSECOND = 1700
+
 _T = TypeVar("_T")
 
 

@@ -10,12 +10,11 @@ from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
 from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
-from tconv_swap.kernels.common.ranked import Ranked, in_turn
+from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND, Ranked, in_turn
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_candidates import ranked as ranked_tiles
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
-from tconv_swap.kernels.forward.implicit_gemm_clocks import CLOCKS_OF_MICROSECOND
 from tconv_swap.kernels.forward.implicit_gemm_fit import PRODUCER_REGISTERS, STAGING_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,

@@ -19,7 +19,6 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
 )
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-CLOCKS_OF_MICROSECOND = 1700
 #: Clocks of the launches, and of the one that copies an NCHW input to channels_last.
 LAUNCH_CLOCKS, COPY_LAUNCH_CLOCKS = 13800, 2570
 #: How many times as fast a plan has to be that copies its input: the copy takes memory.

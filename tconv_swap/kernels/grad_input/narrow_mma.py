@@ -13,7 +13,7 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.hardware import REGISTERS
-from tconv_swap.kernels.common.ranked import Ranked
+from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND, Ranked
 from tconv_swap.kernels.common.schedules import pool
 from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.gradients import narrow_mma
@@ -27,7 +27,6 @@ from tconv_swap.kernels.gradients.grad_output_tile import (
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     CHUNK_TAPS,
-    CLOCKS_OF_MICROSECOND,
     FAMILY,
     SHARED_BYTES,
     WEIGHT_REGISTERS,

@@ -57,8 +57,9 @@ class Kernels:
 
 @disk_cache
 def kernels_of(layer: StridedProblem, device: Device) -> Kernels:
-    """Returns the kernels of a layer (``of_any_size``). The first one of implicit_gemm, or of implicit_gemm_tma in
-    channels_last, computes any size. (Sizes with more positions than TMA counts go to the general kernels.)"""
+    """Returns the kernels of a layer (``of_any_size``). The first one of implicit_gemm or narrow_mma, or of
+    implicit_gemm_tma in channels_last, computes any size. (Sizes with more positions than TMA counts go to the general
+    kernels.)"""
     sizes, weights = representatives(layer)
     found = select_of_families(list(_timed(layer, sizes, device)), weights, limit_of(layer, device))
     return Kernels(**found)  # type: ignore[arg-type]

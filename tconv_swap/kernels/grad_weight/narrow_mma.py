@@ -15,7 +15,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.ranked import Ranked
+from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND, Ranked
 from tconv_swap.kernels.common.schedules import pool
 from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.gradients.grad_output_tile import (
@@ -28,7 +28,6 @@ from tconv_swap.kernels.gradients.grad_output_tile import (
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
     CHUNK_TAPS,
-    CLOCKS_OF_MICROSECOND,
     FAMILY,
     INPUT_REGISTERS,
     LONGEST_CHAIN,

@@ -31,8 +31,6 @@ TF32_CHANNELS = 8
 NARROW_CHANNELS = 8
 #: The fewest taps that no wide tile holds, and the most channels of a group with so many taps.
 MANY_TAPS, MANY_TAPS_CHANNELS = 256, 64
-#: Clocks of the expected times of other families in a microsecond of ``narrow_mma_cost.py``.
-CLOCKS_OF_MICROSECOND = 1700
 #: A block's shared memory, in bytes.
 SHARED_BYTES = 100 * 1024
 #: The most taps of a chunk: its steps of 8 are unrolled.
