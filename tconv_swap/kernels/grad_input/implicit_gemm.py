@@ -2,8 +2,9 @@
 
 At stride 1 the kernels of the forward pass compute it (forward/stride1.py, forward/implicit_gemm.py). At other strides
 csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu do, grad_input/implicit_gemm_tma.py
-in channels_last, and grad_input/im2col.py and grad_input/nchw_to_nhwc.py in NCHW: grad_input/selection.py selects the
-kernels of a layer, and the one with the fewest expected clocks computes a size.
+in channels_last, grad_input/im2col.py and grad_input/nchw_to_nhwc.py in NCHW, and grad_input/narrow_mma.py few
+channels at any stride: grad_input/selection.py selects the kernels of a layer, and the one with the fewest expected
+clocks computes a size.
 """
 
 from __future__ import annotations

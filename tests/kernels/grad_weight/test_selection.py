@@ -26,6 +26,7 @@ from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhw
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weight_candidates
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
 from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_nhwc
 from tconv_swap.kernels.grad_weight import selection as grad_weight_selection
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
@@ -173,6 +174,22 @@ def test_maps_of_one_pixel_have_the_fourth_kernel_where_they_are_apart() -> None
         assert limit_of(layer_of(large), H200) == of_maps
         assert (layer_of(pixel) == layer_of(large)) == (of_pixels is None)
         assert of_pixels in (None, limit_of(layer_of(pixel), H200))
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_narrow_tiles_that_add_up_the_bias_count_more(
+    channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rgb = Geometry(16, 64, 64, 64, 3, (4, 4), (2, 2), (1, 1))
+    layer = layer_of(posed(rgb, FP16, channels_last))
+
+    def adding() -> int:
+        tiles = selected(layer).narrow_mma
+        return sum(grad_weight_narrow_mma.supports_tile(layer, tile, True) for tile in tiles)
+
+    found = adding()
+    monkeypatch.setattr(grad_weight_selection, "BIAS_SHARE", 0.0)
+    assert adding() < found
 
 
 def test_kernels_that_compute_both_gradients_leave_fewer() -> None:

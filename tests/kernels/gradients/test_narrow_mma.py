@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
-from tconv_swap.kernels.grad_input import selection as grad_input_selection
-from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution, of_any_size
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution, as_problem
 from tconv_swap.runtime.program import Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -24,10 +24,6 @@ MANY_TAPS = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
 PAIRS = Geometry(2, 42, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
 SINGLE = ((True, False, False), (False, True, False))
 GAPS = Geometry(2, 32, 9, 13, 3, (3, 3), (5, 5), (1, 1))  # output pixels that no tap reaches
-
-
-def _problem(geometry: Geometry) -> plan.Problem:
-    return plan.Problem(geometry, torch.float16, "ieee", True, True)
 
 
 def backward(
@@ -50,10 +46,13 @@ def test_tensor_cores_compute_what_is_narrow(
 ) -> None:
     for mask in SINGLE:
         made = backward(geometry, dtype, channels_last=channels_last, mask=mask)
-        # 8 channels on both sides fill larger tiles, and im2col reads 16 bits in NCHW.
-        larger = {"implicit_gemm"} if geometry == MANY_TAPS and mask[1] else set()
-        larger |= {"im2col"} if mask[0] and dtype != torch.float32 and not channels_last else set()
-        assert made.family in {"narrow_mma", *larger}
+        # In channels_last many taps fill larger tiles; im2col, which is not for float32, reads rows of whole pieces.
+        larger = ""
+        if geometry == MANY_TAPS and mask[1] and channels_last:
+            larger = "implicit_gemm"
+        elif geometry == RGB and mask[0] and dtype != torch.float32 and not channels_last:
+            larger = "im2col"
+        assert made.family == (larger or "narrow_mma")
         assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES
         assert all(one.grid < 2**31 and one.shared_bytes <= 227 << 10 for one in made.launches)
     assert backward(geometry, torch.float64).family == "general"
@@ -71,18 +70,27 @@ def test_what_pytorch_computes_in_float32_is_computed_so_where_tf32_is_allowed(
         assert plan.plan_backward(allowed, mask, H200).launches == exact.launches
 
 
-def test_larger_tiles_compute_groups_of_eight_channels_where_they_are_expected_to_be_faster() -> None:
-    """Forward kernels at stride 1 as well. A layer has the kernels of one of them, whatever its sizes."""
-    for stride in (1, 2):
-        layer = Geometry(8, 64, 32, 32, 64, (3, 3), (stride, stride), (1, 1), groups=8)
-        families = {
-            backward(layer.with_batch(batch), torch.float16, channels_last=True, mask=SINGLE[0]).family
-            for batch in (1, 8, 64)
-        }
-        assert families == {"implicit_gemm"}
-    wide = Geometry(8, 64, 32, 32, 8, (3, 3), (2, 2), (1, 1))
-    tiles = grad_input_selection.kernels_of(of_any_size(as_convolution(_problem(wide))), H200)
-    assert 1 <= len(tiles.narrow_mma) + len(tiles.implicit_gemm) <= 4
+def test_larger_tiles_compute_groups_where_they_are_expected_to_be_faster() -> None:
+    """At stride 1 those of the forward pass do, and a layer has the kernels of one family, whatever its sizes."""
+    eights = Geometry(8, 64, 32, 32, 64, (3, 3), (1, 1), (1, 1), groups=8)
+    narrower = Geometry(8, 192, 32, 32, 64, (3, 3), (1, 1), (1, 1), groups=8)
+    strided = replace(eights, stride=(2, 2))
+    for layer, dtype, channels_last, family in (
+        (eights, torch.float16, True, "implicit_gemm"),
+        (narrower, torch.float32, False, "narrow_mma"),
+        (strided, torch.float16, True, "implicit_gemm"),
+    ):
+        for batch in (1, 8, 64):
+            posed = plan.Problem(layer.with_batch(batch), dtype, "tf32", channels_last, channels_last)
+            assert plan.plan_backward(posed, SINGLE[0], H200).family == family
+
+
+def test_the_convolution_of_a_problem_is_that_problem() -> None:
+    for geometry in (RGB, PAIRS, GAPS, replace(RGB, output_padding=(1, 0)), replace(GAPS, dilation=(2, 3))):
+        for dtype, precision in ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float16, "ieee")):
+            for layouts in ((False, True), (True, False)):
+                posed = plan.Problem(geometry, dtype, precision, *layouts)
+                assert as_problem(as_convolution(posed)) == posed
 
 
 def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_all_of_the_output() -> None:
