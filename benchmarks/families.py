@@ -12,11 +12,7 @@ from collections.abc import Iterable, Iterator
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import tiny as tiny_family
-from tconv_swap.kernels.forward import col2im as forward_col2im
-from tconv_swap.kernels.forward import gemm as forward_gemm
-from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
-from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
-from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import plan as forward_plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
@@ -57,8 +53,8 @@ _HELPERS = frozenset(
         "split_k_reduce",
     )
 )
-#: More plans than any family has; and so many that the best of every family, which come in turn, are among them.
-_ALL, _OF_ALL_FAMILIES = 1 << 20, 16
+#: So many plans that the best of every family, which come in turn, are among them.
+_OF_ALL_FAMILIES = 16
 
 
 def family_of(made: Plan) -> str:
@@ -104,9 +100,7 @@ def chosen(problem: Problem, stage: str, has_bias: bool, device: Device, found: 
 
 
 def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]:
-    yield from forward_implicit_gemm.plan_candidates(problem, has_bias, device, _ALL)
-    for family in (forward_col2im, forward_narrow_mma, forward_narrow_ffma, forward_gemm):
-        yield from family.plan_candidates(problem, has_bias, device, 1)
+    yield from forward_plan.plan_candidates(problem, has_bias, device, _OF_ALL_FAMILIES)
     tiny = tiny_family.plan_forward(problem)
     if tiny is not None:
         yield tiny

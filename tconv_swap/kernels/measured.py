@@ -20,9 +20,6 @@ WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
-#: The images from which cuDNN's gradient of the input of maps of one pixel is faster in NCHW and TF32 (with 5, 12 and
-#: 24 ours was 2.3 to 3.3 times as fast, with 32 and 64 1.3 to 2.1 times: five layers).
-ONE_PIXEL_BATCH = 128
 
 #: In channels_last cuDNN's gradient of the input is faster from so many channels on either side and so many
 #: multiply-adds for each element of input, output and weight: with strides, where the copy engine cannot bring
@@ -78,12 +75,11 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     if device.compute_capability != 90:
         return None
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
-    many_pixels = geometry.width == 1 and geometry.batch >= ONE_PIXEL_BATCH
-    # Of other maps of one row, only layers with strides were measured.
-    one_row = geometry.height == 1 and (max(geometry.stride) > 1 or many_pixels)
+    # Of maps of one row, only layers with strides were measured.
+    one_row = geometry.height == 1 < geometry.width and max(geometry.stride) > 1
     if family == IMPLICIT_GEMM and not problem.channels_last:
         if precision == "tf32" and one_row:
-            return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
+            return _WHY.format(what="maps of one row in NCHW with TF32", speedup="0.65 to 0.82")
         if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
             return _WHY.format(what="wide strides and gaps in NCHW without TF32", speedup="0.87")
     if not problem.channels_last or precision == "ieee" or geometry.groups > 1:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.common import tiny as tiny_family
+from tconv_swap.kernels.common.one_pixel import NOMINAL_IMAGES, has_gemm, has_two_kernels
 from tconv_swap.kernels.common.ranked import in_turn
-from tconv_swap.kernels.forward import col2im as forward_col2im
-from tconv_swap.kernels.forward import gemm as forward_gemm
-from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
-from tconv_swap.kernels.forward import narrow as forward_narrow
-from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
-from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import plan as forward_plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
 from tconv_swap.kernels.gradients import gemm as gradients_gemm
 from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
@@ -46,42 +42,20 @@ def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
 
-    Tiny problems take one launch. Maps of one pixel are a plain matrix product (gemm). Of the rest, col2im computes
-    layers with few output channels, narrow_mma or narrow_ffma (narrow.py) what memory bounds or what has few channels
-    in a group, implicit_gemm what has enough channels to fill a tile of the tensor cores (at stride 1 in NCHW stride1
-    where that is expected to be faster), and the general kernels what remains, and all of float64.
+    Tiny problems take one launch. Of the kernels that a layer has, of all families, the one with the fewest expected
+    clocks computes the others (forward/plan.py), and the general kernels what remains, and all of float64.
     """
-    made = _forward_of_larger_families(problem, has_bias, device)
+    found = forward_plan.plan_candidates(problem, has_bias, device, count=1)
+    made = found[0] if found else general.plan_forward(problem, has_bias)
     tiny = tiny_family.plan_forward(problem) if tiny_family.replaces(made) else None
     return tiny or made
-
-
-def _forward_of_larger_families(problem: Problem, has_bias: bool, device: Device) -> Plan:
-    families = (
-        forward_gemm.plan_forward,
-        forward_col2im.plan_forward,
-        forward_narrow.plan_forward,
-        forward_implicit_gemm.plan_forward,
-    )
-    for family in families:
-        made = family(problem, has_bias, device)
-        if made is not None:
-            return made
-    return general.plan_forward(problem, has_bias)
 
 
 def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """Returns at most ``count`` plans to measure: the one of ``plan_forward``, then the best of each fast family
     in turn."""
-    families = (
-        forward_implicit_gemm.plan_candidates(problem, has_bias, device, count),
-        forward_col2im.plan_candidates(problem, has_bias, device, count),
-        forward_narrow_mma.plan_candidates(problem, has_bias, device, count),
-        forward_narrow_ffma.plan_candidates(problem, has_bias, device, count),
-        forward_gemm.plan_candidates(problem, has_bias, device, count),
-    )
-    found = dict.fromkeys([plan_forward(problem, has_bias, device), *in_turn(*families)])
-    return list(found)[:count]
+    others = forward_plan.plan_candidates(problem, has_bias, device, count)
+    return list(dict.fromkeys([plan_forward(problem, has_bias, device), *others]))[:count]
 
 
 def backward_candidates(
@@ -109,6 +83,8 @@ def backward_candidates(
             after = [bias] if output_mask[2] else []
             plans = [_assembled([(part, (grad_weight,)), *after]) for part in for_weight(False)]
         plans = in_turn(plans, gradients_nchw_to_nhwc.plan_candidates(problem, output_mask, device))
+    product = gradients_gemm.plan_backward(problem, output_mask, device) if plans else None
+    plans = in_turn(plans, [product] if product else [])
     return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
 
 
@@ -130,11 +106,27 @@ def _of_larger_families(problem: Problem, output_mask: tuple[bool, ...], device:
 
 
 def _gemm(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
-    """Returns the plan of a product of matrices. The gradient of the weight alone it leaves to the copy engine's
-    kernel, which was 1.1 to 1.8 times as fast on an H200 (three layers)."""
-    if tuple(output_mask) == (False, True, False) and grad_weight_tma.supports(problem, device):
+    """Returns the plan of a product of matrices, unless other kernels are expected to be faster."""
+    geometry = problem.geometry
+    if not has_gemm(geometry, device):
+        return None
+    compared = problem
+    if not has_two_kernels(geometry):
+        compared = replace(problem, geometry=geometry.with_batch(NOMINAL_IMAGES))
+    clocks = gradients_gemm.expected_clocks(compared, output_mask, device)
+    if clocks == inf or expected_clocks(compared, output_mask, device) < clocks:
         return None
     return gradients_gemm.plan_backward(problem, output_mask, device)
+
+
+def expected_clocks(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> float:
+    """Returns the expected clocks of the gradients of the mask, each of the input and of the weight by the kernels that
+    compute it alone."""
+    wants_input, wants_weight, wants_bias = output_mask
+    clocks = grad_input_implicit_gemm.expected_clocks(problem, device) if wants_input else 0.0
+    if wants_weight:
+        clocks += grad_weight_implicit_gemm.expected_clocks(problem, device, wants_bias)
+    return clocks
 
 
 def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:

@@ -273,20 +273,6 @@ def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> No
                 assert argument.value < made.workspace_bytes
 
 
-def test_a_map_of_one_pixel_leaves_the_gradient_of_the_weight_alone_to_the_copy_engine() -> None:
-    one_pixel = Geometry(12, 512, 1, 1, 512, (7, 7))
-    for mask, family in (
-        ((False, True, False), "implicit_gemm_tma"),
-        ((True, True, False), "gemm"),
-        ((False, True, True), "gemm"),
-        ((True, False, False), "gemm"),
-    ):
-        problem = plan.Problem(one_pixel, torch.float16, "ieee", True, True)
-        assert plan.plan_backward(problem, mask, H200).family == family
-    in_nchw = plan.Problem(one_pixel, torch.float16, "ieee", False, False)
-    assert plan.plan_backward(in_nchw, (False, True, False), H200).family == "gemm"
-
-
 def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:
     empty = DCGAN.with_batch(0)
     assert not general.plan_forward(general_problem(empty), True).launches

@@ -20,7 +20,7 @@ GEOMETRIES = {
     "depthwise": Geometry(2, 21, 20, 19, 21, (8, 8), (4, 4), (2, 2), groups=21),
     "pixel": Geometry(64, 100, 1, 1, 512, (4, 4)),
     "large cells": Geometry(2, 21, 16, 16, 21, (32, 32), (16, 16), (8, 8)),
-    "tiny": Geometry(2, 8, 4, 4, 8, (2, 2), (2, 2)),
+    "tiny": Geometry(2, 32, 3, 3, 24, (2, 2)),
     "one row": Geometry(2, 136, 1, 70, 24, (1, 16), (1, 8), (0, 4)),
 }
 MODES = {

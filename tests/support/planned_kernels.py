@@ -51,7 +51,7 @@ GEOMETRIES = {
     "rgb": Geometry(2, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1)),
     "large rgb": Geometry(2, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4)),
     "depthwise": Geometry(2, 21, 20, 19, 21, (8, 8), (4, 4), (2, 2), groups=21),
-    "tiny": Geometry(2, 8, 4, 4, 8, (2, 2), (2, 2)),
+    "tiny": Geometry(2, 32, 3, 3, 24, (2, 2)),
     "pixel": Geometry(64, 100, 1, 1, 512, (4, 4)),
     "large cells": Geometry(2, 21, 16, 16, 21, (32, 32), (16, 16), (8, 8)),
     "large": Geometry(8, 64, 4096, 4096, 64, (3, 3)),

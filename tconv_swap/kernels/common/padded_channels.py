@@ -29,6 +29,9 @@ from tconv_swap.runtime.program import (
 
 #: The fewest channels: with fewer, most of a copy and of a tile would be zeros.
 MIN_CHANNELS = 8
+#: Clocks of the launch of a copy, and of a byte that it reads or writes: those of the copies that
+#: forward/implicit_gemm_clocks.py knows.
+COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 2570, 0.000684
 _PIECE_BYTES = 16
 _THREADS = 256
 #: Elements that a thread copies.
@@ -67,19 +70,26 @@ def padded_channels(problem: Problem, channels: int) -> int | None:
     return round_up(channels, _PIECE_BYTES // problem.dtype.itemsize)
 
 
+def copies_fit(copied: Sequence[Rows], dtype: torch.dtype) -> bool:
+    """Returns whether the copies take no more memory than copies may."""
+    elements = [rows.count * rows.padded for rows in copied]
+    return sum(elements) * dtype.itemsize <= MAX_COPY_BYTES and all(one < INT32_LIMIT for one in elements)
+
+
+def copies_clocks(copied: Sequence[Rows], dtype: torch.dtype) -> float:
+    """Returns the expected clocks of the launches that make the copies."""
+    moved = sum(rows.count * (rows.width + rows.padded) for rows in copied) * dtype.itemsize
+    return COPY_LAUNCH_CLOCKS * len(copied) + COPIED_BYTE_CLOCKS * moved
+
+
 def reading_copies(
     launches: tuple[Launch, ...], workspace_bytes: int, copied: Sequence[Rows], dtype: torch.dtype
-) -> tuple[tuple[Launch, ...], int] | None:
+) -> tuple[tuple[Launch, ...], int]:
     """Returns launches that read copies of some inputs, those that make the copies before them, and the bytes of their
-    workspace; None where the copies take too much memory."""
+    workspace."""
     memory = WorkspaceLayout()
     memory.reserve(workspace_bytes)
-    begin = memory.bytes
     places = {rows.operand: memory.reserve(rows.count * rows.padded * dtype.itemsize) for rows in copied}
-    if memory.bytes - begin > MAX_COPY_BYTES or any(
-        rows.count * rows.padded >= INT32_LIMIT for rows in copied
-    ):
-        return None
 
     def placed(argument: Argument) -> Argument:
         found = next((at for operand, at in places.items() if argument == input_(operand)), None)

@@ -3,10 +3,15 @@ added up (col2im). Pure functions of data."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.schedules import EVERY
 from tconv_swap.kernels.common.sizes import divisor
-from tconv_swap.kernels.forward.col2im_choice import choose
+from tconv_swap.kernels.forward.col2im_choice import of_size as tiles_of_size
+from tconv_swap.kernels.forward.col2im_clocks import expected_clocks
 from tconv_swap.kernels.forward.col2im_tile import (
     MAX_ROW_TILES,
     Tile,
@@ -27,8 +32,7 @@ from tconv_swap.runtime.program import (
     Constant,
     Kernel,
     Launch,
-    Output,
-    Plan,
+    Part,
     TensorMap,
     input_,
     output,
@@ -38,78 +42,48 @@ from tconv_swap.runtime.program import (
 
 #: The fewest and the most input channels: fewer leave most of a multiply of 16 empty, more do not fit one box.
 CHANNELS = (8, 256)
-#: The most products of a pixel that a thread's registers hold.
-MAX_PRODUCTS = 96
-#: The most products with which it is faster for 16 bits in channels_last with strides, where the narrow_mma kernel is
-#: at its fastest.
-MAX_PRODUCTS_16_BIT_CHANNELS_LAST = 72
-MAX_OUT_CHANNELS = 8
-#: The fewest columns and input channels with which it is faster.
-MIN_COLUMNS = 16
-MIN_IN_CHANNELS = 16
+#: The most products of a pixel that a thread's registers hold, and the most output channels.
+MAX_PRODUCTS, MAX_OUT_CHANNELS = 96, 8
 
 
 def supports(problem: Problem, device: Device) -> bool:
-    """Whether the kernel computes the problem: a layout that the copy engine can load, and offsets of 32 bits."""
-    geometry = problem.geometry
-    if not _supports_layer(problem, device) or geometry.batch == 0:
+    """Returns whether the kernel computes the problem: a layout that the copy engine can load, and offsets of 32
+    bits."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    if problem.dtype not in PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
         return False
-    if not problem.channels_last and geometry.width * problem.dtype.itemsize % 16:
+    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MAX_OUT_CHANNELS:
+        return False
+    row = geometry.in_channels if problem.channels_last else geometry.width
+    if products(geometry) > MAX_PRODUCTS or row * item % 16 or geometry.batch == 0:
         return False
     image = geometry.out_channels * geometry.out_height * geometry.out_width
     tiles = geometry.batch * geometry.out_height * geometry.out_width
     return max(image, tiles, MAX_ROW_TILES * geometry.out_height) < INT32_LIMIT // 2
 
 
-def _supports_layer(problem: Problem, device: Device) -> bool:
-    """Whether the kernel computes some sizes of the layer."""
-    geometry = problem.geometry
-    if problem.dtype not in PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
-        return False
-    if problem.channels_last and geometry.in_channels * problem.dtype.itemsize % 16:
-        return False
-    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MAX_OUT_CHANNELS:
-        return False
-    return products(geometry) <= MAX_PRODUCTS
+def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
+    """Returns the tiles that a layer of these sizes may have."""
+    return tuple(dict.fromkeys(tile for size in sizes[::EVERY] for tile in of_size(size, device)))
 
 
-def supports_some_size(problem: Problem, device: Device) -> bool:
-    """Whether ``plan_forward`` makes plans for some sizes of the layer."""
-    return _supports_layer(problem, device) and _pays_for_long_rows(problem)
+def of_size(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles that suit this size, also those that its layer does not have."""
+    return tiles_of_size(problem, device) if supports(problem, device) else []
 
 
-def pays(problem: Problem) -> bool:
-    """Whether the kernel is expected to be faster than one that gathers the taps of each output: few products to
-    add up, many channels to multiply."""
-    return _pays_for_long_rows(problem) and problem.geometry.width >= MIN_COLUMNS
+def clocks(problem: Problem, tile: Tile, device: Device) -> float:
+    """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
+    if not supports(problem, device) or column_tiles(problem, tile)[1] == 0:
+        return math.inf
+    return expected_clocks(problem, tile, device)
 
 
-def _pays_for_long_rows(problem: Problem) -> bool:
-    """Whether the kernel is expected to be faster for sizes whose rows are long enough."""
-    geometry = problem.geometry
-    gathers_fast = problem.channels_last and problem.dtype.itemsize == 2 and max(geometry.stride) > 1
-    limit = MAX_PRODUCTS_16_BIT_CHANNELS_LAST if gathers_fast else MAX_PRODUCTS
-    return products(geometry) <= limit and geometry.in_channels >= MIN_IN_CHANNELS
-
-
-def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """Returns the plan with the best tile, or None where another kernel is expected to be faster.
+def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
+    """Returns the part that computes the problem with this tile.
 
     Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
     """
-    plans = plan_candidates(problem, has_bias, device, count=1) if pays(problem) else []
-    return plans[0] if plans else None
-
-
-def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """Returns the ``count`` plans that are expected to be the fastest, the best first."""
-    if not supports(problem, device):
-        return []
-    return [lower(problem, has_bias, tile, device) for tile in choose(problem, device, count)]
-
-
-def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
-    """Returns the plan that computes the problem with this tile."""
     geometry, item = problem.geometry, problem.dtype.itemsize
     shared = shared_bytes(problem, tile)
     constants: tuple[tuple[str, Constant], ...] = (
@@ -165,9 +139,5 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
             ),
         ),
     )
-    return Plan(
-        "col2im",
-        f"{geometry.in_channels} channels to {products(geometry)} products a pixel, col2im: {tile}",
-        outputs=(Output(geometry.output_shape, problem.channels_last),),
-        launches=(launch,),
-    )
+    why = f"{geometry.in_channels} channels to {products(geometry)} products a pixel, col2im: {tile}"
+    return Part("col2im", why, (launch,))

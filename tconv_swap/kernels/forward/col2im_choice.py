@@ -1,55 +1,19 @@
-"""The tiles of csrc/kernels/forward/col2im.cu that a layer has, whatever its sizes, and which of them computes one
-size. Pure functions of data."""
+"""The tiles of csrc/kernels/forward/col2im.cu that suit one size. Pure functions of data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
-from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward.col2im_tile import WARP_PIXELS, Tile, column_tiles, fits
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.disk_cache import disk_cache
-
-#: The columns of the nominal maps for which the tiles of a layer are chosen. A nominal map has as many rows, and a
-#: batch has as many images.
-NOMINAL_COLUMNS = (32, 64, 128)
 
 
-def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
-    """Returns the ``count`` tiles that are expected to be the fastest for this size, the best first: those of the
-    layer, then, for tuning to measure, all others."""
-    layer = replace(problem, geometry=of_any_size(problem.geometry))
-    found = [tile for tile in schedules(layer, device) if column_tiles(problem, tile)[1]]
-    found.sort(key=lambda tile: (column_tiles(problem, tile)[1] * tile.columns, -tile.columns))
-    if len(found) < count:
-        found = list(dict.fromkeys([*found, *rank(problem, device)]))
-    return found[:count]
-
-
-@disk_cache
-def schedules(layer: Problem, device: Device) -> tuple[Tile, ...]:
-    """Returns the tiles for all sizes of ``layer``, which ``of_any_size`` made: the best for each nominal map."""
-    found: dict[Tile, None] = {}
-    for columns in NOMINAL_COLUMNS:
-        geometry = replace(layer.geometry, batch=columns, height=columns, width=columns)
-        if min(geometry.out_height, geometry.out_width) > 0:
-            found.update(dict.fromkeys(rank(replace(layer, geometry=geometry), device)[:1]))
-    return tuple(found)
-
-
-def rank(problem: Problem, device: Device) -> list[Tile]:
-    """Returns the tiles, the one that is expected to be the fastest first; none where none fits.
-
-    As measured on an H200, many blocks of few pixels are best where a tile holds whole rows, and blocks of 128 columns
-    where rows are long.
-    """
+def of_size(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles that are worth comparing; none where none fits."""
     tiles: dict[Tile, None] = {}
     panels = _panels(problem)
-    whole = problem.geometry.width <= 64
-    sizes = ((64, 4), (64, 3), (128, 2), (64, 2)) if whole else ((128, 2), (128, 1), (64, 3), (64, 2))
-    for pixels, blocks in (*sizes, (128, 1), (64, 1)):
+    for pixels, blocks in ((64, 4), (64, 3), (128, 2), (64, 2), (128, 1), (64, 1)):
         for (panel_pixels, step_panels), buffers, stages in product(panels, (2, 1), (4, 3, 2)):
             columns = panel_pixels * step_panels
             tile = Tile(panel_pixels, step_panels, max(1, pixels // columns), buffers, stages, blocks)
@@ -79,7 +43,7 @@ def _with_panels(panel: tuple[int, int]) -> Tile:
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
-    """Yields every kind of tile that the kernel computes; ``rank`` returns those that are worth measuring."""
+    """Yields every kind of tile that the kernel computes; ``of_size`` returns those that are worth comparing."""
     geometry, item = problem.geometry, problem.dtype.itemsize
     panels = [(16, 1), (32, 1), (64, 1), (128, 1)]
     if not problem.channels_last:

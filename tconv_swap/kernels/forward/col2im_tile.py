@@ -52,7 +52,7 @@ def products(geometry: Geometry) -> int:
     return geometry.out_channels * geometry.taps
 
 
-def _product_columns(geometry: Geometry) -> int:
+def product_columns(geometry: Geometry) -> int:
     """Returns the columns of the product of matrices, padded as wgmma requires."""
     return max(16, round_up(products(geometry), 8))
 
@@ -111,14 +111,27 @@ def row_tiles(problem: Problem, tile: Tile, device: Device) -> int:
     geometry = problem.geometry
     images = geometry.batch * column_tiles(problem, tile)[1]
     blocks = device.multiprocessors * tile.blocks_per_multiprocessor
-    rows, reach = position_rows(geometry), _reach(geometry, 0)
+    rows = position_rows(geometry)
     found, fewest = 1, INT32_LIMIT
     for count in range(1, max(1, min(MAX_ROW_TILES, rows // 4)) + 1):
-        input_rows = min(geometry.height, ceil_div(rows, count) + reach - 1)
-        steps = ceil_div(images * count, blocks) * max(1, ceil_div(input_rows, tile.step_rows))
+        in_tile = input_rows(geometry, count)
+        steps = ceil_div(images * count, blocks) * max(1, ceil_div(in_tile, tile.step_rows))
         if steps < fewest:
             found, fewest = count, steps
     return found
+
+
+def input_rows(geometry: Geometry, row_tiles: int) -> int:
+    """Returns the rows of the input that one of so many row tiles of an image multiplies."""
+    return min(geometry.height, ceil_div(position_rows(geometry), row_tiles) + _reach(geometry, 0) - 1)
+
+
+def output_rounds(problem: Problem, tile: Tile) -> int:
+    """Returns the rounds in which the threads of a block add up the outputs of a step."""
+    geometry = problem.geometry
+    groups, _ = column_tiles(problem, tile)
+    items = groups * geometry.stride[0] * (1 if problem.channels_last else geometry.out_channels)
+    return ceil_div(items, 32 * tile.warps) * tile.step_rows
 
 
 def box(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -137,7 +150,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     geometry, item = problem.geometry, problem.dtype.itemsize
     m, k = products(geometry), round_up(geometry.in_channels, 16)
     stage = box(problem, tile)[1] * tile.columns * tile.step_rows * item
-    weights = parts(problem) * k * _product_columns(geometry) * 2
+    weights = parts(problem) * k * product_columns(geometry) * 2
     stride, padding = geometry.stride[1], geometry.padding[1]
     left = max(0, round_up(_reach(geometry, 1) - 1 - padding // stride, 2))
     last = max_groups(problem, tile) * ceil_div(4, item * stride) + (padding - 1) // stride
@@ -149,7 +162,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
 def _registers(problem: Problem, tile: Tile, partial_sums: int = 1) -> int:
     """Estimates the registers that a thread needs so that nothing spills: never too few for a measured kernel."""
     geometry, item = problem.geometry, problem.dtype.itemsize
-    columns = _product_columns(geometry) // 2
+    columns = product_columns(geometry) // 2
     channels = 1 if problem.channels_last else geometry.out_channels
     items = max_groups(problem, tile) * geometry.stride[0] * channels
     segment = geometry.stride[1] * ceil_div(4, item * geometry.stride[1]) * geometry.out_channels // channels

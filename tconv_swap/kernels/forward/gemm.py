@@ -3,15 +3,15 @@ their own layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.dtypes import IEEE, PRECISIONS, TF32, TF32_PRECISIONS
+from tconv_swap.kernels.common.dtypes import BF16, FP16, IEEE, PRECISIONS, TF32, TF32_PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.forward.implicit_gemm_layout import LARGE_KERNEL, has_stride_of_one_pixel
+from tconv_swap.kernels.common.hardware import RESERVED_BYTES, RESIDENT_THREADS
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -19,8 +19,7 @@ from tconv_swap.runtime.program import (
     Constant,
     Kernel,
     Launch,
-    Output,
-    Plan,
+    Part,
     input_,
     int64,
     output,
@@ -30,13 +29,23 @@ from tconv_swap.runtime.program import (
 CHUNK_BYTES = (128, 256)
 MAX_STAGES = 4
 MAX_WARPS = 8
-#: With more images the multiplies take most of the time, and wgmma is faster (measured on an H200: about equal at 256
-#: images, slower at 512).
-MAX_IMAGES = 256
-#: The images for which the tile of a layer is chosen.
-NOMINAL_IMAGES = 128
-#: Images times outputs of the largest tile that is not counted as large.
-MODERATE_TILE = 64 * 64
+#: The most bytes of a copy.
+MAX_COPY_BYTES = 16
+
+# The constants of ``clocks`` are fitted to 2,194 times of an H200, in clocks of 1.7 GHz; the standard deviation of the
+# logarithm is 0.10 (docs/kernels/forward/gemm.md).
+LAUNCH_CLOCKS = 7670
+#: Clocks of a multiprocessor for a multiply-add of a tile, by precision; for a warp's copy, over its lanes; for a byte
+#: of a stage; for an output of a tile.
+MULTIPLY_CLOCKS = {TF32: 1.28 / 4096, FP16: 0.392 / 4096, BF16: 0.392 / 4096, IEEE: 16.6 / 4096}
+COPY_CLOCKS, STAGE_BYTE_CLOCKS, OUTPUT_CLOCKS = 1.03 / 32, 0.0115, 61.6 / 256
+#: The number of warps of a multiprocessor that hide half of each other's waits; how many times as long a tile of more
+#: than MODERATE_TILE outputs takes (84 times: 1.06 in 16 bits, 1.16 in float32).
+HIDING_WARPS, LARGE_TILE, MODERATE_TILE = 3.0, 1.13, 64 * 64
+#: Clocks until the first chunk has come, and until each has that is not loaded ahead with the first.
+FIRST_CHUNK_CLOCKS, CHUNK_CLOCKS = 388, 309
+#: Clocks of a byte of the weight, of the output, and of the input for each tile of outputs.
+WEIGHT_BYTE_CLOCKS, OUTPUT_BYTE_CLOCKS, REREAD_BYTE_CLOCKS = 0.000339, 0.000425, 0.00014
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +63,10 @@ class Tile:
 
 
 def supports(problem: Problem, device: Device) -> bool:
-    """Whether the kernel computes the problem: maps of one pixel, and rows that its copies fit."""
-    geometry = problem.geometry
+    """Returns whether the kernel computes the problem: maps of one pixel, and rows that its copies fit."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
     if (geometry.height, geometry.width) != (1, 1) or geometry.batch == 0:
         return False
-    return _supports_layer(problem, device)
-
-
-def supports_some_size(problem: Problem, device: Device) -> bool:
-    """Whether ``plan_forward`` makes plans for some sizes of the layer, all with one kernel. Where stride = kernel, the
-    implicit GEMM's kernels for other maps compute maps of one pixel, too."""
-    return has_stride_of_one_pixel(problem.geometry) and _supports_layer(problem, device)
-
-
-def computes_every_batch(problem: Problem, device: Device) -> bool:
-    """Whether ``plan_forward`` makes plans for all maps of one pixel, however many images, so that the implicit GEMM
-    needs no kernel for them and has more for all other maps. This does not hold for layers with a large kernel: they
-    are the first layers of generators, which get many images."""
-    return min(problem.geometry.kernel) < LARGE_KERNEL and supports_some_size(problem, device)
-
-
-def _supports_layer(problem: Problem, device: Device) -> bool:
-    """Whether the kernel computes the layer's maps of one pixel."""
-    geometry, item = replace(problem.geometry, height=1, width=1), problem.dtype.itemsize
     if problem.dtype not in PRECISIONS or device.compute_capability < 80 or geometry.groups != 1:
         return False
     if (geometry.out_height, geometry.out_width) != geometry.kernel or any(geometry.padding):
@@ -127,8 +117,11 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     return tile.stages * (tile.images * input_pitch + chunk * weight_pitch)
 
 
-def lower(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
-    """Returns the plan that computes the problem with this tile."""
+def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
+    """Returns the part that computes the problem with this tile.
+
+    Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
+    """
     geometry, precision = problem.geometry, _precision(problem)
     outputs, shared = _outputs(geometry), shared_bytes(problem, tile)
     constants: tuple[tuple[str, Constant], ...] = (
@@ -155,52 +148,54 @@ def lower(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
         arguments=(input_(0), input_(1), input_(2), output(0), int64(geometry.batch)),
         shared_bytes=shared,
     )
-    return Plan(
-        "gemm",
-        f"one pixel, {geometry.in_channels} channels to {outputs} outputs: {tile}",
-        outputs=(Output(geometry.output_shape, problem.channels_last),),
-        launches=(launch,),
-    )
+    why = f"one pixel, {geometry.in_channels} channels to {outputs} outputs: {tile}"
+    return Part("gemm", why, (launch,))
 
 
-def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """Returns the plan with the best tile, or None where another kernel is expected to be faster.
-
-    Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
-    """
-    few = problem.geometry.batch <= MAX_IMAGES
-    pays = supports_some_size(problem, device) and (few or computes_every_batch(problem, device))
-    plans = plan_candidates(problem, has_bias, device, count=1) if pays else []
-    return plans[0] if plans else None
+def of_size(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles that suit this size, also those that its layer does not have."""
+    return list(_tiles(problem, device)) if supports(problem, device) else []
 
 
-def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """Returns ``count`` plans: the layer's, whatever the batch is, then those that are expected to be the fastest."""
+def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
+    """Returns the tiles that a layer of these sizes may have."""
+    return tuple(dict.fromkeys(tile for size in sizes for tile in of_size(size, device)))
+
+
+def clocks(problem: Problem, tile: Tile, device: Device) -> float:
+    """Returns the expected clocks of a size; infinitely many if the kernel does not compute it."""
     if not supports(problem, device):
-        return []
-    tiles = [*rank(replace(problem, geometry=problem.geometry.with_batch(NOMINAL_IMAGES)), device)[:1]]
-    if len(tiles) < count:
-        tiles = list(dict.fromkeys([*tiles, *rank(problem, device)]))
-    return [lower(problem, has_bias, tile) for tile in tiles[:count]]
+        return math.inf
+    g, item = problem.geometry, problem.dtype.itemsize
+    chunk, outputs = _chunk(problem), _outputs(g)
+    output_tiles, chunks = ceil_div(outputs, tile.outputs), ceil_div(g.in_channels, chunk)
+    blocks = ceil_div(g.batch, tile.images) * output_tiles
+    input_copy = math.gcd(g.in_channels * item, MAX_COPY_BYTES)
+    stage = (tile.images + tile.outputs) * chunk * item
+    copies = tile.images * chunk * item // input_copy + tile.outputs * chunk * item // MAX_COPY_BYTES
+    of_chunk = (
+        MULTIPLY_CLOCKS[_precision(problem)] * tile.images * tile.outputs * chunk
+        + COPY_CLOCKS * copies
+        + STAGE_BYTE_CLOCKS * stage
+    )
+    # Blocks of a multiprocessor share it; each waits for its first chunks, and for later ones.
+    rounds = ceil_div(blocks, device.multiprocessors)
+    resident = min(
+        (device.shared_memory_per_block + RESERVED_BYTES) // (shared_bytes(problem, tile) + RESERVED_BYTES),
+        RESIDENT_THREADS // (32 * tile.warps_m * tile.warps_n),
+    )
+    resident = max(1, resident)
+    waits = ceil_div(blocks, device.multiprocessors * resident)
+    of_chunk *= 1 + HIDING_WARPS / (min(resident, rounds) * tile.warps_m * tile.warps_n)
+    found = LAUNCH_CLOCKS + rounds * (chunks * of_chunk + OUTPUT_CLOCKS * tile.images * tile.outputs)
+    found += waits * (FIRST_CHUNK_CLOCKS + CHUNK_CLOCKS * max(0, chunks - tile.stages + 1))
+    found += WEIGHT_BYTE_CLOCKS * g.in_channels * outputs * item
+    found += OUTPUT_BYTE_CLOCKS * g.batch * outputs * item
+    found += REREAD_BYTE_CLOCKS * output_tiles * g.batch * g.in_channels * item
+    return found * (LARGE_TILE if tile.images * tile.outputs > MODERATE_TILE else 1.0)
 
 
-@lru_cache(maxsize=1024)
-def rank(problem: Problem, device: Device) -> tuple[Tile, ...]:
-    """Returns all tiles, the one that is expected to be the fastest first."""
-    return tuple(sorted(candidates(problem, device), key=lambda tile: _cost(problem, tile, device)))
-
-
-def _cost(problem: Problem, tile: Tile, device: Device) -> tuple[bool, bool, int, int]:
-    """Returns the key by which tiles are sorted, as measured on an H200: first tiles that give at least 1.5 blocks to
-    each multiprocessor, then tiles of a moderate size, then those that load the fewest bytes, where an image's float32
-    channels count twice. Of equal tiles the one with longer rows of the weight comes first."""
-    geometry = problem.geometry
-    blocks = ceil_div(geometry.batch, tile.images) * ceil_div(_outputs(geometry), tile.outputs)
-    few, large = 2 * blocks < 3 * device.multiprocessors, tile.images * tile.outputs > MODERATE_TILE
-    return few, large, blocks * (tile.images * problem.dtype.itemsize // 2 + tile.outputs), -tile.outputs
-
-
-def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
+def _tiles(problem: Problem, device: Device) -> Iterator[Tile]:
     """Yields every tile that fits the batch and the device."""
     geometry = problem.geometry
     stages = min(MAX_STAGES, ceil_div(geometry.in_channels, _chunk(problem)))

@@ -3,24 +3,31 @@ computes, and what it launches. Pure functions of data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
-from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
-from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND, Ranked, in_turn
+from tconv_swap.kernels.common.padded_channels import (
+    Rows,
+    copies_clocks,
+    copies_fit,
+    padded_channels,
+    reading_copies,
+)
+from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import tile_sizes
-from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule
 from tconv_swap.kernels.forward.implicit_gemm_candidates import ranked as ranked_tiles
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_fit import PRODUCER_REGISTERS, STAGING_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
     TileProblem,
+    as_problem,
     block_count,
-    make_problem,
     of_any_size,
 )
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
@@ -32,18 +39,15 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
 from tconv_swap.kernels.forward.implicit_gemm_shape import of_any_shape, shape_words
 from tconv_swap.kernels.forward.implicit_gemm_tensor_maps import input_map, nchw_map, weight_map
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import TMA_PRODUCER_REGISTERS
-from tconv_swap.kernels.forward.selection import Kernels, kernels_for, kernels_of
 from tconv_swap.kernels.forward.split_k import reduce_launch
-from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Constant,
     Kernel,
     Launch,
-    Output,
     Part,
-    Plan,
     TensorMap,
     input_,
     output,
@@ -61,100 +65,54 @@ MAX_TILE_POSITIONS = 1 << 16
 MAX_BLOCK_TILES = 32
 
 
-def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """Returns the best plan of a forward pass, or None for a problem that the kernels do not compute.
+def ranked(among: Iterable[Schedule], problem: TileProblem, device: Device) -> list[Ranked]:
+    """Returns the parts of the kernels that compute this size, the one that is expected to be the fastest first.
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
-    plans = plan_candidates(problem, has_bias, device, count=1)
-    return plans[0] if plans else None
-
-
-def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """Returns ``count`` plans: the one that is expected to be the fastest, then the best of each family in turn; after
-    the kernels of the layer those that it may have."""
-    if (channels := padded_channels(problem, problem.geometry.in_channels)) is not None:
-        return _of_more_channels(problem, channels, has_bias, device, count)
-    outputs = (Output(problem.geometry.output_shape, problem.channels_last),)
-    return [
-        Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
-        for part in part_candidates(_as_tiles(problem, has_bias), device, count)
-    ]
-
-
-def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Part]:
-    """Returns the same of a forward pass, or of a gradient of the input that is one."""
-    if not supports(of_any_size(problem), device):
+    seen_problem, copies = read_as(problem), copies_of(problem)
+    if not supports(seen_problem, device) or not copies_fit(copies, problem.dtype):
         return []
-    found = ranked(problem, device)[:count]
-    if len(found) < count:
-        found += _ranked(kernels_for(problem, device), problem, device)
-    parts = dict.fromkeys(one.make() for one in found[: 2 * count])
-    return list(parts)[:count]
-
-
-def ranked(problem: TileProblem, device: Device) -> list[Ranked]:
-    """Returns the parts of the layer's kernels with their expected clocks: the one that is expected to be the fastest,
-    then the best of each family in turn."""
-    return _ranked(kernels_of(of_any_size(problem), device), problem, device)
-
-
-def _ranked(kernels: Kernels, problem: TileProblem, device: Device) -> list[Ranked]:
-    """Returns the parts of those kernels that compute this size: the one that is expected to be the fastest, then the
-    best of each family in turn."""
-    # stride1 also computes images of more bytes.
-    tiles = ranked_tiles(kernels.implicit_gemm, problem, device) if supports(problem, device) else []
-    families = [
-        [Ranked(clocks, partial(lower, seen, tile, device)) for clocks, seen, tile in tiles],
-        forward_stride1.ranked(kernels.stride1, problem, device),
+    added = copies_clocks(copies, problem.dtype)
+    return [
+        Ranked(clocks + added, partial(_lower_reading, copies, seen, tile, device))
+        for clocks, seen, tile in ranked_tiles(among, seen_problem, device)
     ]
-    return in_turn(*sorted(filter(None, families), key=lambda family: family[0].clocks))
 
 
-def _as_tiles(problem: Problem, has_bias: bool) -> TileProblem:
-    return make_problem(
-        problem.geometry,
-        problem.dtype,
-        problem.precision,
-        problem.channels_last,
-        problem.weight_channels_last,
-        has_bias,
-    )
+def read_as(problem: TileProblem) -> TileProblem:
+    """Returns the problem that the kernels compute: with more input channels where they read copies."""
+    channels = _channels_of_copies(problem)
+    if channels is None:
+        return problem
+    return replace(problem, geometry=replace(problem.geometry, in_channels=channels))
 
 
-def expected_time(problem: Problem, device: Device) -> float | None:
-    """Returns the expected microseconds of the best plan on an H100, if wgmma multiplies; None for other problems."""
-    posed = _as_tiles(problem, has_bias=False)
-    if not supports(posed, device):
-        return None
-    kernels = kernels_of(of_any_size(posed), device)
-    times = [
-        (clocks, tile.wgmma) for clocks, _, tile in ranked_tiles(kernels.implicit_gemm, posed, device)[:1]
-    ]
-    times += [(one.clocks, True) for one in forward_stride1.ranked(kernels.stride1, posed, device)[:1]]
-    clocks, by_wgmma = min(times)
-    return clocks / CLOCKS_OF_MICROSECOND if by_wgmma else None
-
-
-def _of_more_channels(
-    problem: Problem, channels: int, has_bias: bool, device: Device, count: int
-) -> list[Plan]:
-    """Returns the plans of the problem with so many input channels, reading copies of input and weight."""
+def copies_of(problem: TileProblem) -> tuple[Rows, ...]:
+    """Returns the rows of input and weight that are copied to longer ones."""
+    channels = _channels_of_copies(problem)
+    if channels is None:
+        return ()
     g = problem.geometry
     of_a_channel = g.out_channels * g.taps
-    copied = (
+    return (
         Rows(0, g.batch * g.height * g.width, g.in_channels, channels),
         Rows(1, 1, g.in_channels * of_a_channel, channels * of_a_channel),
     )
-    plans = []
-    wider = replace(problem, geometry=replace(g, in_channels=channels))
-    for plan in plan_candidates(wider, has_bias, device, count):
-        made = reading_copies(plan.launches, plan.workspace_bytes, copied, problem.dtype)
-        if made is not None:
-            launches, workspace_bytes = made
-            why = f"{plan.why}, channels padded"
-            plans.append(replace(plan, why=why, launches=launches, workspace_bytes=workspace_bytes))
-    return plans
+
+
+def _channels_of_copies(problem: TileProblem) -> int | None:
+    if problem.of_grad_input:
+        return None
+    return padded_channels(as_problem(problem), problem.geometry.in_channels)
+
+
+def _lower_reading(copies: tuple[Rows, ...], seen: TileProblem, tile: Tile, device: Device) -> Part:
+    part = lower(seen, tile, device)
+    if not copies:
+        return part
+    launches, workspace_bytes = reading_copies(part.launches, part.workspace_bytes, copies, seen.dtype)
+    return Part(part.family, f"{part.why}, channels padded", launches, workspace_bytes)
 
 
 def supports(problem: TileProblem, device: Device) -> bool:

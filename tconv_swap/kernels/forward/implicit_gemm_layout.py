@@ -16,12 +16,12 @@ import torch
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.dense_map import DenseMap
+from tconv_swap.kernels.common.one_pixel import has_stride_of_one_pixel
+from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div
 
 #: The pixels of an ``aligned`` image of a flat problem are a multiple of this number where ``wgmma`` multiplies.
 ALIGNED_PIXELS = 128
-#: The smallest kernel size of a layer that is expected to see maps of one pixel.
-LARGE_KERNEL = 4
 #: The most columns of phases that one block computes.
 MAX_PHASES = 8
 #: Threads of grad_input/implicit_gemm_wgmma.cu that load the input.
@@ -305,6 +305,18 @@ def make_problem(
     )
 
 
+def as_problem(problem: TileProblem) -> Problem:
+    """Returns the forward pass that ``make_problem`` made this of."""
+    precision = "tf32" if problem.precision == "TF32" else "ieee"
+    return Problem(
+        problem.geometry,
+        problem.dtype,
+        precision,
+        problem.output_channels_last,
+        problem.weight_channels_last,
+    )
+
+
 @lru_cache(maxsize=256)
 def of_any_size(problem: TileProblem) -> TileProblem:
     """Returns a problem that is the same for all sizes of a layer, except that maps of one pixel have one of their own,
@@ -319,15 +331,6 @@ def can_be_aligned(problem: TileProblem) -> bool:
     if problem.flat:
         return width % 2 == 0 and pixels % problem.aligned_columns == 0
     return width % problem.aligned_columns == 0
-
-
-def has_stride_of_one_pixel(geometry: Geometry) -> bool:
-    """Whether a map of one pixel may be computed with stride = kernel in place of the layer's own stride. It holds only
-    for layers that may be the first of a generator, by their large kernel or because they add channels: no other layers
-    are expected to see such maps."""
-    plain = (geometry.padding, geometry.output_padding, geometry.dilation) == ((0, 0), (0, 0), (1, 1))
-    begins = min(geometry.kernel) >= LARGE_KERNEL or geometry.out_channels > geometry.in_channels
-    return plain and geometry.kernel != geometry.stride and begins
 
 
 @lru_cache(maxsize=1024)

@@ -3,19 +3,19 @@ taps."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-
-import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size
+from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND
 from tconv_swap.kernels.common.sizes import Words, divisor
-from tconv_swap.kernels.forward.implicit_gemm_layout import MAX_PHASES
-from tconv_swap.kernels.forward.narrow_ffma_choice import choose, terms
+from tconv_swap.kernels.forward.narrow import is_narrow
+from tconv_swap.kernels.forward.narrow_ffma_choice import computes, expected_time, pool_of, terms
+from tconv_swap.kernels.forward.narrow_ffma_choice import of_size as tiles_of_size
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     Tile,
@@ -26,75 +26,41 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
-from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, output, struct
+from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Part, input_, output, struct
 
-#: With more multiply-adds for each element moved or for each output, FFMA bounds the time, and tensor cores are
-#: faster.
-MULTIPLY_ADDS_PER_ELEMENT = 84
-MULTIPLY_ADDS_PER_OUTPUT = 96
-#: The same limit of multiply-adds for each output, for layers of strides above MAX_PHASES, which implicit_gemm did not
-#: support when this was measured. Apart from the narrow kernels only the general kernels and PyTorch's operator
-#: computed such layers; they took 5.7 to 22 times as long (92 products for an output, on an H200).
-MULTIPLY_ADDS_OF_WIDE_STRIDES = 128
-#: With at most so many channels on one side, FFMA is faster even above these limits, because most of a tensor core's
-#: tile would be padding.
-NARROW_CHANNELS = 8
-#: Batch, rows and columns of the nominal map by which a layer is judged, and of that of a layer whose maps have one
-#: row.
-NOMINAL_MAP, NOMINAL_ROW = (16, 64, 64), (16, 1, 1024)
+#: The most multiply-adds of an output, by the bytes of an element, where narrow_mma computes the layer too: with more,
+#: FFMA was never the fastest (171 and 25 stages of an H200).
+MULTIPLY_ADDS = {2: 48, 4: 512}
 
 
-def supports(geometry: Geometry, dtype: torch.dtype) -> bool:
-    """Whether the kernel is a candidate for the problem: memory bounds the problem, or no other kernel's tile fits
-    it."""
-    if dtype not in DTYPES or geometry.batch == 0:
+def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
+    """Returns the tiles that a layer of these sizes may have; none for a layer that is not narrow."""
+    layer = replace(sizes[0], geometry=of_any_size(sizes[0].geometry))
+    return pool_of(layer, device) if _is_candidate(layer, device) else ()
+
+
+def of_size(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles that suit this size, also those that its layer does not have."""
+    return tiles_of_size(problem, device) if supports(problem) else []
+
+
+def _is_candidate(layer: Problem, device: Device) -> bool:
+    """Returns whether tiles of a layer are worth comparing, whatever its sizes."""
+    if not supports(layer):
         return False
-    return _supports_layer(of_any_size(geometry))
+    return device.compute_capability < 80 or terms(layer.geometry) <= MULTIPLY_ADDS[layer.dtype.itemsize]
 
 
-@lru_cache(maxsize=1024)
-def _supports_layer(layer: Geometry) -> bool:
-    """Whether the kernel is a candidate for all sizes of a layer."""
-    if min(layer.in_channels_per_group, layer.out_channels_per_group) <= NARROW_CHANNELS:
-        return True
-    if layer.stride[1] > MAX_PHASES:
-        return terms(layer) <= MULTIPLY_ADDS_OF_WIDE_STRIDES
-    one_row = layer.kernel[0] == layer.stride[0] == 1
-    batch, height, width = NOMINAL_ROW if one_row else NOMINAL_MAP
-    nominal = replace(layer, batch=batch, height=height, width=width)
-    return (
-        terms(layer) <= MULTIPLY_ADDS_PER_OUTPUT
-        and nominal.macs <= MULTIPLY_ADDS_PER_ELEMENT * nominal.elements
-    )
+def supports(problem: Problem) -> bool:
+    """Returns whether the kernel is for such problems. It computes in IEEE float32 even where TF32 is allowed."""
+    return problem.dtype in DTYPES and problem.geometry.batch > 0 and is_narrow(problem.geometry)
 
 
-def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """Returns the plan with the best tile, or None for a geometry for which the kernel is no candidate.
-
-    The kernel computes in IEEE float32 even where the problem allows TF32. Inputs: input, weight, bias. Output: the
-    output.
-    """
-    plans = plan_candidates(problem, has_bias, device, count=1)
-    return plans[0] if plans else None
-
-
-def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """Returns the ``count`` plans that are expected to be the fastest, the best first."""
-    geometry, dtype, channels_last = problem.geometry, problem.dtype, problem.channels_last
-    if not supports(geometry, dtype):
-        return []
-    plans = []
-    for tile in choose(problem, device, max_narrow_schedules(problem, device), count):
-        if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) >= INT32_LIMIT // 2:
-            continue
-        taken = footprint(geometry, tile, channels_last)
-        time, repeat = microseconds(
-            geometry, tile, taken, channels_last, dtype.itemsize, device.multiprocessors
-        )
-        channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
-        why = f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200"
-        plans.append(lower(problem, has_bias, tile, repeat, why))
-    return plans
+def clocks(problem: Problem, tile: Tile, device: Device) -> float:
+    """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
+    if problem.geometry.batch == 0 or not computes(problem, tile):
+        return math.inf
+    return CLOCKS_OF_MICROSECOND * expected_time(problem, tile, device)
 
 
 def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
@@ -111,10 +77,13 @@ def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
     )
 
 
-def lower(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
-    """Returns the plan in which each block computes ``repeat`` tiles, one after another."""
+def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
+    """Returns the part that computes the problem with this tile. Inputs: input, weight, bias. Output: the output."""
     geometry, channels_last = problem.geometry, problem.channels_last
     taken = footprint(geometry, tile, channels_last)
+    time, repeat = microseconds(
+        geometry, tile, taken, channels_last, problem.dtype.itemsize, device.multiprocessors
+    )
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,
@@ -140,9 +109,7 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -
         shared_bytes=taken.shared_bytes,
         structs=(_sizes(geometry, tile, repeat),),
     )
-    return Plan(
-        "narrow_ffma",
-        why,
-        outputs=(Output(geometry.output_shape, channels_last),),
-        launches=(launch,) if geometry.batch else (),
+    channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
+    return Part(
+        "narrow_ffma", f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200", (launch,)
     )

@@ -12,7 +12,6 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS, RESIDENT_THREADS
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
-from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     MAX_SUMS,
@@ -22,21 +21,19 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
     Footprint,
     Tile,
     axes,
+    columns_of_tiles,
     footprint,
     row_tiles,
     threads,
     unrolled,
 )
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.disk_cache import disk_cache
-from tconv_swap.runtime.integers import ceil_div
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
-#: Batch, rows and columns of the nominal maps, and of those of layers whose maps have one row; the weight of the
-#: first.
-SIZES = ((16, 64, 64), (64, 16, 16), (128, 8, 8), (1, 32, 32))
-SIZES_OF_ONE_ROW = ((8, 1, 512), (64, 1, 64), (1, 1, 1024))
-FIRST_WEIGHT = 4.0
-#: How many of the best tiles for each nominal map compete for a layer's schedules.
+#: Batch, rows and columns of the nominal maps, and of those of layers whose maps have one row.
+SIZES = ((16, 64, 64), (128, 8, 8))
+SIZES_OF_ONE_ROW = ((8, 1, 512), (64, 1, 64))
+#: How many of the best tiles for each nominal map are candidates of a layer.
 COMPETITORS = 8
 #: How many tiles, the best by a lower bound of their time, are ranked by their expected time.
 FINALISTS = 40
@@ -62,46 +59,38 @@ def terms(geometry: Geometry) -> int:
     return vertical.taps * horizontal.taps * geometry.in_channels_per_group
 
 
-def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile]:
-    """Returns the ``count`` tiles that are expected to be the fastest for this size, the best first: those of the
-    layer's at most ``most`` schedules, then, for tuning to measure, all others."""
-    geometry = problem.geometry
-    layer = replace(problem, geometry=of_any_size(geometry))
-    found = [tile for tile in schedules(layer, device, most) if _is_right(problem, tile)]
-    if not problem.channels_last and count == 1:
-        # Wide loads are faster, whatever the other properties of a tile are.
-        found = [tile for tile in found if tile.load > 1] or found
-    if len(found) > 1:
-        found.sort(key=lambda tile: expected_time(problem, tile, device))
-    if len(found) < count:
-        of_size = max(
-            one
-            for one in _row_multiples(layer)
-            if geometry.width % one[0] == 0 == geometry.out_width % one[1]
-        )
-        found = list(dict.fromkeys([*found, *rank(problem, device, of_size)]))
-    return found[:count]
-
-
-def _is_right(problem: Problem, tile: Tile) -> bool:
-    """Whether the tile computes the rows of this size."""
+def computes(problem: Problem, tile: Tile) -> bool:
+    """Returns whether the tile's kernel computes this size."""
     geometry = problem.geometry
     if not problem.channels_last and geometry.width % tile.load:
         return False
-    return geometry.out_width % tile.out_row_multiple == 0
+    if geometry.out_width % tile.out_row_multiple:
+        return False
+    return columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) < INT32_LIMIT // 2
 
 
-@disk_cache
-def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
-    """Returns at most ``most`` tiles for all sizes of ``layer``, which ``of_any_size`` made: about half of them
-    for rows of any length, the others for rows of a multiple of 16 bytes."""
-    multiples = _row_multiples(layer)
-    shares = (most - most // 2, most // 2) if len(multiples) == 2 else (most,)
+def pool_of(layer: Problem, device: Device) -> tuple[Tile, ...]:
+    """Returns the tiles that ``layer``, which ``of_any_size`` made, may have: the best for each nominal map, for rows
+    of any length and for rows of a multiple of 16 bytes."""
+    one_row = layer.geometry.kernel[0] == layer.geometry.stride[0] == 1
     found: dict[Tile, None] = {}
-    for multiple, share in zip(multiples, shares, strict=True):
-        if share:
-            found.update(dict.fromkeys(_covering(layer, device, multiple, share)))
+    for batch, height, width in SIZES_OF_ONE_ROW if one_row else SIZES:
+        sized = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+        if min(sized.geometry.out_height, sized.geometry.out_width) > 0:
+            for multiples in _row_multiples(layer):
+                found.update(dict.fromkeys(rank(sized, device, multiples)[:COMPETITORS]))
     return tuple(found)
+
+
+def of_size(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles for this size, for every multiple that its rows have."""
+    geometry = problem.geometry
+    return [
+        tile
+        for multiples in _row_multiples(replace(problem, geometry=of_any_size(geometry)))
+        if geometry.width % multiples[0] == 0 == geometry.out_width % multiples[1]
+        for tile in rank(problem, device, multiples)
+    ]
 
 
 def _row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
@@ -112,19 +101,6 @@ def _row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
     if layer.channels_last:
         return tuple(dict.fromkeys(((1, of_any), (1, of_some))))
     return ((1, of_any), (limit, of_some))
-
-
-def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: int) -> tuple[Tile, ...]:
-    """Returns the tiles that are best for the nominal sizes, as if their rows were of such multiples."""
-    one_row = layer.geometry.kernel[0] == layer.geometry.stride[0] == 1
-    sizes = [
-        replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
-        for batch, height, width in (SIZES_OF_ONE_ROW if one_row else SIZES)
-    ]
-    sizes = [sized for sized in sizes if min(sized.geometry.out_height, sized.geometry.out_width) > 0]
-    tiles = dict.fromkeys(tile for sized in sizes for tile in rank(sized, device, multiples)[:COMPETITORS])
-    times = {tile: [expected_time(sized, tile, device) for sized in sizes] for tile in tiles}
-    return select_covering(times, [FIRST_WEIGHT, *[1.0] * (len(sizes) - 1)], (), most)
 
 
 def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[Tile]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from tconv_swap.kernels.common.dtypes import PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
+from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND
 from tconv_swap.kernels.common.sizes import map_sizes
-from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward.narrow import is_narrow
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
-from tconv_swap.kernels.forward.narrow_mma_choice import choose
+from tconv_swap.kernels.forward.narrow_mma_choice import computes, expected_time, pool_of
+from tconv_swap.kernels.forward.narrow_mma_choice import of_size as tiles_of_size
 from tconv_swap.kernels.forward.narrow_mma_tile import Tile, packed_bytes, product, shared_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -17,8 +21,7 @@ from tconv_swap.runtime.program import (
     Constant,
     Kernel,
     Launch,
-    Output,
-    Plan,
+    Part,
     input_,
     int64,
     output,
@@ -46,25 +49,32 @@ def supports(problem: Problem, device: Device) -> bool:
     return image < INT32_LIMIT and positions < INT32_LIMIT // 2
 
 
-def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
-    """Returns the plan with the best tile, or None for a problem that the kernel does not compute.
+def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
+    """Returns the tiles that a layer of these sizes may have; none for a layer that is not narrow."""
+    if not supports(sizes[0], device) or not is_narrow(sizes[0].geometry):
+        return ()
+    return pool_of(sizes, device)
+
+
+def of_size(problem: Problem, device: Device) -> list[Tile]:
+    """Returns the tiles that suit this size, also those that its layer does not have."""
+    if not supports(problem, device) or not is_narrow(problem.geometry):
+        return []
+    return list(tiles_of_size(problem, device))
+
+
+def clocks(problem: Problem, tile: Tile, device: Device) -> float:
+    """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
+    if not computes(problem, tile) or not supports(problem, device):
+        return math.inf
+    return CLOCKS_OF_MICROSECOND * expected_time(problem, tile)
+
+
+def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
+    """Returns the part that computes the problem with this tile. Its workspace holds the packed weights.
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
-    plans = plan_candidates(problem, has_bias, device, count=1)
-    return plans[0] if plans else None
-
-
-def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """Returns the ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
-    if not supports(problem, device) or not forward_narrow_ffma.supports(problem.geometry, problem.dtype):
-        return []
-    tiles = choose(problem, device, max_narrow_schedules(problem, device), count)
-    return [lower(problem, has_bias, tile, device) for tile in tiles]
-
-
-def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
-    """Returns the plan that computes the problem with this tile. Its workspace holds the packed weights."""
     geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
     p = product(geometry, tile.stacked, tile.columns_fastest)
     packed = packed_bytes(geometry, tile)
@@ -120,10 +130,9 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
             ),
         ),
     )
-    return Plan(
+    return Part(
         "narrow_mma",
         f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group, stacked: {tile}",
-        outputs=(Output(geometry.output_shape, channels_last),),
-        launches=(pack, forward),
-        workspace_bytes=packed * p.passes,
+        (pack, forward),
+        packed * p.passes,
     )

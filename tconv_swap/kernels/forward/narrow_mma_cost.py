@@ -1,8 +1,7 @@
 """The expected time of a tile of csrc/kernels/forward/narrow_mma.cu: a sum of parts, fitted to measurements.
 
-The fit is to 540 tiles of 6 layers on an H200 (docs/kernels/forward/narrow_mma.md). The mean error is 14 % for 16
-bits and 12 % for float32 in NCHW, 7 % and 6 % in channels_last. The price of a line in NCHW was chosen by 90 other
-tiles of 13 rows.
+The fit is to 2,574 times of 73 layers on an H200 (docs/kernels/forward/narrow_mma.md). The standard deviation of the
+logarithm is 0.14 in 16 bits and NCHW and 0.11 to 0.12 elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +10,14 @@ from dataclasses import dataclass
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
-from tconv_swap.kernels.forward.narrow_mma_tile import Tile, halo, packed_bytes, product, store_elements
+from tconv_swap.kernels.forward.narrow_mma_tile import (
+    Tile,
+    copy_elements,
+    halo,
+    packed_bytes,
+    product,
+    store_elements,
+)
 from tconv_swap.runtime.integers import ceil_div, round_up
 
 MULTIPROCESSORS = 132
@@ -23,34 +29,55 @@ PRODUCTS = {1: 1, 2: 3, 3: 6}
 class _Rates:
     """Microseconds on an H200 for one of each, with all multiprocessors busy."""
 
-    #: A byte of the input tiles; a byte of the fragments read from shared memory; a byte of weights read from the
-    #: caches.
-    load: float
+    #: A byte of the input tiles in shared memory; a copy of them; what a copy of 2 bytes takes longer, for which the
+    #: thread waits.
+    byte: float
+    copy: float
+    waited: float
+    #: A byte of the fragments read from shared memory; a byte of weights read from the caches.
     fragment: float
     weight: float
     #: A multiply; an element of the output that is staged in shared memory; a unit of a warp.
     multiply: float
     staged: float
     unit: float
-    #: A byte of the output, in sectors of 32 bytes; a store; a byte of the packed weights; the launches.
+    #: A byte of the input in memory; a byte of the output, in sectors of 32 bytes; a store; a line of outputs of a tile
+    #: in NCHW that is stored from shared memory, however short: its stores fill no line of the caches together with
+    #: those of another one; a byte of the packed weights; the launches.
+    input: float
     written: float
     store: float
+    line: float
     packed: float
     launch: float
+    #: The number of warps of a multiprocessor that hide half of each other's waits; the share of the time that goes by
+    #: whole rounds of all blocks that run at the same time, while the rest goes by the busiest multiprocessor's.
+    hiding: float
+    rounds: float
 
 
+#: In 16 bits and NCHW, where threads wait for their loads: further microseconds of a byte of the input with more than
+#: NEAR_BYTES of input and output, which the L2 does not hold.
+FAR_INPUT, NEAR_BYTES = 1.5e-7, 48 << 20
 #: The key is the bytes of an element, and whether the layout is channels_last.
 _RATES = {
-    (2, False): _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 4.71e-7, 0.0, 9.7e-7, 5.7),
-    (2, True): _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 1.1e-6, 9.3),
-    (4, False): _Rates(1.29e-7, 7.5e-9, 2.4e-8, 3.69e-6, 1.04e-6, 3.9e-5, 2.29e-7, 0.0, 0.0, 2.7),
-    (4, True): _Rates(4.9e-8, 1.65e-8, 2.93e-8, 4.11e-6, 2.97e-7, 7.9e-5, 6.5e-8, 1.04e-6, 0.0, 10.9),
+    (2, False): _Rates(
+        *(3.1e-8, 1.46e-7, 1.99e-7, 1.88e-8, 2.11e-8, 3.89e-7, 9.14e-8, 3.0e-5),
+        *(1.89e-7, 1.49e-7, 4.08e-7, 1.15e-5, 4.5e-7, 6.23, 21.3, 0.62),
+    ),
+    (2, True): _Rates(
+        *(0.0, 2.03e-7, 8.35e-7, 1.56e-8, 1.52e-8, 1.66e-6, 5.86e-8, 5.79e-5),
+        *(2.46e-7, 1.58e-7, 4.64e-7, 0.0, 4.59e-7, 6.34, 16.9, 0.43),
+    ),
+    (4, False): _Rates(
+        *(3.96e-8, 8.29e-8, 0.0, 1.68e-8, 3.23e-8, 3.12e-6, 3.97e-7, 1.88e-5),
+        *(2.37e-7, 1.06e-7, 8.54e-7, 7.93e-6, 9.96e-7, 6.49, 7.25, 0.45),
+    ),
+    (4, True): _Rates(
+        *(1.83e-8, 2.34e-7, 0.0, 1.0e-8, 1.9e-8, 2.96e-6, 1.83e-7, 8.92e-5),
+        *(1.73e-7, 9.22e-8, 9.1e-7, 0.0, 9.41e-7, 6.53, 11.2, 0.50),
+    ),
 }
-#: Microseconds for each line of outputs of a tile in NCHW that is stored from shared memory, however short: its stores
-#: fill no line of the caches together with those of another one, and its address takes instructions.
-LINE_MICROSECONDS = 2e-5
-#: The number of warps of a multiprocessor that hide half of each other's waits.
-HIDING_WARPS = 6
 
 
 def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> float:
@@ -75,13 +102,20 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * PRODUCTS[tile.parts]
     staged = done * p.m_tiles * 16 * tile.unit_rows * tile.unit_cols * 8
 
-    computing = tiles * passes * halo(geometry, tile, item, channels_last)[2] * rates.load
+    copied = tiles * passes * halo(geometry, tile, item, channels_last)[2]
+    copy_bytes = item * copy_elements(geometry, tile, item, channels_last)
+    copies = copied / copy_bytes
+    computing = copied * rates.byte + copies * (rates.copy + (rates.waited if copy_bytes == 2 else 0.0))
     computing += fragments * rates.fragment
     computing += weights * (rates.fragment if tile.resident else rates.weight)
     computing += multiplies * rates.multiply + staged * rates.staged + done * p.m_tiles * rates.unit
-    computing *= 1 + HIDING_WARPS / (tile.warps * tile.blocks_per_multiprocessor)
+    computing *= 1 + rates.hiding / (tile.warps * tile.blocks_per_multiprocessor)
     blocks = tiles * p.passes
-    computing *= round_up(blocks, MULTIPROCESSORS) / blocks
+    at_a_time = MULTIPROCESSORS * tile.blocks_per_multiprocessor
+    busiest = (1 - rates.rounds) * round_up(blocks, MULTIPROCESSORS) + rates.rounds * round_up(
+        blocks, at_a_time
+    )
+    computing *= busiest / blocks
 
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     pixel = geometry.out_channels if channels_last else 1
@@ -94,7 +128,13 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     storing = (
         written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
     )
-    if not (channels_last or tile.direct):
+    if not tile.direct:
         lines = geometry.batch * geometry.out_channels * geometry.out_height * tiles_w
-        storing += lines * LINE_MICROSECONDS
-    return computing + storing + p.passes * packed_bytes(geometry, tile) * rates.packed + rates.launch
+        storing += lines * rates.line
+    inputs = geometry.batch * geometry.in_channels * geometry.height * geometry.width
+    far = item == 2 and not channels_last and geometry.elements * item > NEAR_BYTES
+    reading = (
+        inputs * item * (rates.input + (FAR_INPUT if far else 0.0))
+        + p.passes * packed_bytes(geometry, tile) * rates.packed
+    )
+    return computing + storing + reading + rates.launch

@@ -1,37 +1,82 @@
-"""Selects the kernels of the forward pass that a layer has over all its sizes, among those of implicit_gemm and
-stride1: at most four, with which representative sizes are expected to take little longer than with the best kernel for
-each. At stride 1 they also compute the gradient of the input. Pure functions of data."""
+"""Selects the kernels of the forward pass that a layer has over all its sizes: at most four, of all families together,
+with which representative sizes are expected to take little longer than with the best kernel for each. At stride 1 those
+of implicit_gemm and stride1 also compute the gradient of the input. Pure functions of data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from tconv_swap.kernels.common.forward_schedules import (
-    max_implicit_gemm_schedules,
-    max_schedules_of_grad_input,
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.one_pixel import (
+    has_stride_of_one_pixel,
+    has_two_kernels,
+    kernels_of_gradient,
 )
+from tconv_swap.kernels.common.padded_channels import copies_clocks
 from tconv_swap.kernels.common.schedules import (
     FEW_IMAGES,
     FURTHER_SIZES,
+    MAX_SCHEDULES,
+    SINGLE,
     UNUSUAL,
     Timed,
     representative_sizes,
     select_of_families,
 )
+from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import gemm as forward_gemm
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_candidates as forward_candidates
+from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
-from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    TileProblem,
+    as_problem,
+    of_any_size,
+)
 from tconv_swap.kernels.forward.stride1_clocks import best_tile
-from tconv_swap.kernels.problem import Device
+from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.disk_cache import disk_cache
+from tconv_swap.runtime.integers import ceil_div
+from tconv_swap.runtime.program import Part
 
-#: Images of maps of one pixel.
-ONE_PIXEL_BATCHES = (128, 4096)
-#: Further maps of layers without strides, which do not enlarge theirs and are often the last of a network.
+#: Images of maps of one pixel, and the weight of each.
+ONE_PIXEL_BATCHES = {1: SINGLE, 16: 1.0, 64: 1.0, 128: 1.0, 256: 1.0, 512: 1.0, 2048: UNUSUAL}
+#: Further maps of layers that are often the last of a network: those without strides, which do not enlarge their maps,
+#: and heads, which have at most FEW_CHANNELS output channels. The usual columns of a head are HEAD_COLUMNS times those
+#: of other layers with as many input channels.
+FEW_CHANNELS, HEAD_COLUMNS = 8, 2
 LARGE_MAPS = ((16, 256, 256), (8, 512, 512), (1, 1024, 1024), (4, 375, 333), (8, 150, 225))
+
+
+class Family(Protocol):
+    """A family that computes a problem as it lies."""
+
+    def candidates(self, sizes: Sequence[Problem], device: Device) -> Sequence[Any]:
+        """Returns the tiles that a layer of these sizes may have; none for a layer that the family is not for."""
+
+    def of_size(self, problem: Problem, device: Device) -> Sequence[Any]:
+        """Returns the tiles that suit this size, also those that its layer does not have."""
+
+    def clocks(self, problem: Problem, tile: Any, device: Device) -> float:
+        """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
+
+    def lower(self, problem: Problem, has_bias: bool, tile: Any, device: Device) -> Part:
+        """Returns the part that computes the problem with this tile. Inputs: input (16-byte aligned), weight, bias.
+        Output: the output."""
+
+
+FAMILIES: dict[str, Family] = {
+    "narrow_mma": forward_narrow_mma,
+    "narrow_ffma": forward_narrow_ffma,
+    "col2im": forward_col2im,
+    "gemm": forward_gemm,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +85,58 @@ class Kernels:
 
     implicit_gemm: tuple[forward_candidates.Schedule, ...] = ()
     stride1: tuple[forward_stride1_tile.Stride1Kernel, ...] = ()
+    narrow_mma: tuple[Any, ...] = ()
+    narrow_ffma: tuple[Any, ...] = ()
+    col2im: tuple[Any, ...] = ()
+    gemm: tuple[Any, ...] = ()
 
 
 @disk_cache
 def kernels_of(layer: TileProblem, device: Device) -> Kernels:
-    """Returns the kernels of ``layer``, which ``of_any_size`` made; the first of implicit_gemm computes every size."""
+    """Returns the kernels of ``layer``, which ``of_any_size`` made. One of them computes every size."""
     sizes, weights = representatives(layer)
-    timed = [*_of_implicit_gemm(sizes, device), *_of_stride1(sizes, device)]
-    return Kernels(**select_of_families(timed, weights, limit_of(layer, device)))  # type: ignore[arg-type]
+    found = select_of_families(list(_timed(layer, sizes, device)), weights, limit_of(layer, device))
+    return Kernels(**found)  # type: ignore[arg-type]
 
 
 def kernels_for(problem: TileProblem, device: Device) -> Kernels:
     """Returns all kernels with tiles that suit this size, also those that its layer does not have."""
-    at_stride1 = forward_stride1.supports(problem, device)
-    return Kernels(
-        tuple(dict.fromkeys(forward_candidates.of_size(problem, device))),
-        tuple(forward_stride1_tile.kernels(problem, device)) if at_stride1 else (),
-    )
+    found: dict[str, tuple[Any, ...]] = {}
+    seen = forward_implicit_gemm.read_as(problem)
+    if forward_implicit_gemm.supports(seen, device):
+        found["implicit_gemm"] = tuple(dict.fromkeys(forward_candidates.of_size(seen, device)))
+    if forward_stride1.supports(problem, device):
+        found["stride1"] = tuple(forward_stride1_tile.kernels(problem, device))
+    if not problem.of_grad_input:
+        posed = as_problem(problem)
+        found |= {name: tuple(family.of_size(posed, device)) for name, family in FAMILIES.items()}
+    return Kernels(**found)
+
+
+def _timed(layer: TileProblem, sizes: Sequence[TileProblem], device: Device) -> Iterator[Timed]:
+    """Yields the candidates of all families."""
+    if not sizes:
+        return
+    if forward_implicit_gemm.supports(of_any_size(forward_implicit_gemm.read_as(layer)), device):
+        yield from _of_implicit_gemm(sizes, device)
+    yield from _of_stride1(sizes, device)
+    if layer.of_grad_input:
+        return
+    posed = [as_problem(size) for size in sizes]
+    for name, family in FAMILIES.items():
+        for tile in family.candidates(posed, device):
+            times = [family.clocks(size, tile, device) for size in posed]
+            yield Timed(name, tile, times, math.inf not in times)
 
 
 def _of_implicit_gemm(sizes: Sequence[TileProblem], device: Device) -> Iterator[Timed]:
-    for one in forward_candidates.pool(sizes, device):
-        times = [forward_candidates.clocks(one, size, device) for size in sizes]
+    seen = [forward_implicit_gemm.read_as(size) for size in sizes]
+    copies = [copies_clocks(forward_implicit_gemm.copies_of(size), size.dtype) for size in sizes]
+    for one in forward_candidates.pool(seen, device):
+        times = [
+            forward_candidates.clocks(one, size, device) + added
+            for size, added in zip(seen, copies, strict=True)
+        ]
         yield Timed("implicit_gemm", one, times, one.computes_any_size)
 
 
@@ -86,13 +161,14 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
     the maps, or those that the layer makes of them: other kernels load rows that are not aligned."""
     g = layer.geometry
     if layer.one_pixel:
-        return [_sized(layer, batch, 1, 1) for batch in ONE_PIXEL_BATCHES], [1.0] * len(ONE_PIXEL_BATCHES)
+        return [_sized(layer, batch, 1, 1) for batch in ONE_PIXEL_BATCHES], list(ONE_PIXEL_BATCHES.values())
     one_row = g.kernel[0] == g.stride[0] == 1 < g.kernel[1] and g.padding[0] == 0
+    is_head = g.out_channels <= FEW_CHANNELS
     weighted = representative_sizes(
         one_row=one_row,
         patches=g.kernel == g.stride,
-        channels=g.in_channels_per_group,
-        further=(*FURTHER_SIZES, *LARGE_MAPS) if max(g.stride) == 1 else FURTHER_SIZES,
+        channels=ceil_div(g.in_channels_per_group, HEAD_COLUMNS if is_head else 1),
+        further=(*FURTHER_SIZES, *LARGE_MAPS) if is_head or max(g.stride) == 1 else FURTHER_SIZES,
     )
     if not one_row:
         weighted += [(size, UNUSUAL) for size in FEW_IMAGES]
@@ -117,11 +193,31 @@ def _sized(layer: TileProblem, batch: int, height: int, width: int) -> TileProbl
 
 
 def limit_of(layer: TileProblem, device: Device) -> int:
-    """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
+    """Returns how many kernels a layer, or its maps of one pixel, may have."""
+    if layer.of_grad_input:
+        return 1 if layer.one_pixel else MAX_SCHEDULES - _of_gradient_of_pixels(layer.geometry, device)
     if layer.one_pixel:
-        return 1
-    return (
-        max_schedules_of_grad_input(layer)
-        if layer.of_grad_input
-        else max_implicit_gemm_schedules(layer, device)
+        return _of_pixels(layer, device)
+    return MAX_SCHEDULES - (_of_pixels(layer, device) if has_stride_of_one_pixel(layer.geometry) else 0)
+
+
+def _of_pixels(layer: TileProblem, device: Device) -> int:
+    """Returns how many kernels maps of one pixel may have, where they have kernels of their own."""
+    pixel = replace(as_problem(layer), geometry=replace(layer.geometry, height=1, width=1))
+    return 2 if has_two_kernels(layer.geometry) and forward_gemm.supports(pixel, device) else 1
+
+
+def _of_gradient_of_pixels(convolution: Geometry, device: Device) -> int:
+    """Returns the same for the gradient of the input. A map of one pixel has another kernel if the layer's kernel is
+    not padded."""
+    unpadded = all(
+        padding == dilation * (kernel - 1)
+        for kernel, padding, dilation in zip(
+            convolution.kernel, convolution.padding, convolution.dilation, strict=True
+        )
     )
+    if not unpadded or max(convolution.kernel) == 1:
+        return 0
+    inputs, outputs = convolution.out_channels, convolution.in_channels
+    layer = replace(convolution, in_channels=inputs, out_channels=outputs, padding=(0, 0))
+    return kernels_of_gradient(layer, True, device)

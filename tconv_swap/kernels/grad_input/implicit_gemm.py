@@ -12,13 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import log
+from math import inf, log
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.padded_channels import Rows, padded_channels, reading_copies
+from tconv_swap.kernels.common.padded_channels import (
+    Rows,
+    copies_clocks,
+    copies_fit,
+    padded_channels,
+    reading_copies,
+)
 from tconv_swap.kernels.common.ranked import Ranked, in_turn
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import plan as forward_plan
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     PRODUCER_THREADS,
     Tile,
@@ -93,6 +100,22 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     return list(parts)[:count]
 
 
+def expected_clocks(problem: Problem, device: Device) -> float:
+    """Returns the expected clocks of the part that ``plan_grad_input`` returns; infinitely many where there is none."""
+    problem = as_exact(problem, device)
+    if (channels := channels_of_copies(problem, device)) is not None:
+        copied = _copied(problem, channels)
+        if not copies_fit(copied, problem.dtype):
+            return inf
+        wider = replace(problem, geometry=replace(problem.geometry, out_channels=channels))
+        return expected_clocks(wider, device) + copies_clocks(copied, problem.dtype)
+    if by_forward_kernels(problem, device):
+        found = forward_plan.ranked(as_forward(problem), device)
+    else:
+        found = ranked(problem, device)
+    return found[0].clocks if found else inf
+
+
 def channels_of_copies(problem: Problem, device: Device) -> int | None:
     """Returns how many output channels the copies of grad_output and weight have that the kernels read; None if they
     read the tensors as they lie, as those for few channels do."""
@@ -119,7 +142,7 @@ def _forward_is_faster(layer: StridedProblem, device: Device) -> bool:
     for size, weight in zip(*representatives(layer), strict=True):
         posed = as_problem(size)
         ours = grad_input_narrow_mma.ranked(kernels, posed, device)
-        others = forward_implicit_gemm.ranked(as_forward(posed), device)
+        others = forward_plan.ranked(as_forward(posed), device)
         if ours and others:
             ratio += weight * log(ours[0].clocks / others[0].clocks)
     return ratio > 0
@@ -175,24 +198,34 @@ def _of_stride_one(problem: Problem, device: Device, count: int) -> list[Part]:
     """Returns the parts of a problem without strides, by the kernels of the forward pass."""
     return [
         replace(one, launches=reading_backward(one.launches))
-        for one in forward_implicit_gemm.part_candidates(as_forward(problem), device, count)
+        for one in forward_plan.part_candidates(as_forward(problem), device, count)
     ]
 
 
 def _of_more_channels(problem: Problem, channels: int, device: Device, count: int) -> list[Part]:
     """Returns the parts of the problem with so many output channels, reading copies of grad_output and weight."""
+    copied = _copied(problem, channels)
+    if not copies_fit(copied, problem.dtype):
+        return []
+    wider = replace(problem, geometry=replace(problem.geometry, out_channels=channels))
+    return [
+        Part(
+            part.family,
+            f"{part.why}, channels padded",
+            *reading_copies(part.launches, part.workspace_bytes, copied, problem.dtype),
+        )
+        for part in part_candidates(wider, device, count)
+    ]
+
+
+def _copied(problem: Problem, channels: int) -> tuple[Rows, ...]:
+    """Returns the rows of grad_output and weight that are copied to rows of so many output channels."""
     g = problem.geometry
     rows, width = (g.in_channels * g.taps, 1) if problem.weight_channels_last else (g.in_channels, g.taps)
-    copied = (
+    return (
         Rows(0, g.batch * g.out_height * g.out_width, g.out_channels, channels),
         Rows(2, rows, width * g.out_channels, width * channels),
     )
-    parts = []
-    for part in part_candidates(replace(problem, geometry=replace(g, out_channels=channels)), device, count):
-        padded = reading_copies(part.launches, part.workspace_bytes, copied, problem.dtype)
-        if padded is not None:
-            parts.append(Part(part.family, f"{part.why}, channels padded", *padded))
-    return parts
 
 
 def as_forward(problem: Problem) -> TileProblem:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.one_pixel import kernels_of_gradient
 from tconv_swap.kernels.common.schedules import (
     MAX_SCHEDULES,
     ONE_PIXEL,
@@ -223,12 +223,7 @@ def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:
-    """Returns how many kernels maps of one pixel have: of another step, or of a plain matrix product."""
-    geometry = replace(layer.geometry, stride=layer.step)
-    return int(has_another_step(geometry) or _is_a_product(geometry, device))
-
-
-def _is_a_product(geometry: Geometry, device: Device) -> bool:
-    """Returns whether gradients/gemm.py may compute maps of one pixel."""
-    plain = (geometry.padding, geometry.dilation, geometry.groups) == ((0, 0), (1, 1), 1)
-    return plain and device.architecture == "sm_90a"
+    """Returns how many kernels maps of one pixel have beside those of other maps: of another step, and of
+    gradients/gemm.py."""
+    another_step = has_another_step(replace(layer.geometry, stride=layer.step))
+    return kernels_of_gradient(as_problem(layer).geometry, another_step, device)

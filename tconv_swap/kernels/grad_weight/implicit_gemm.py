@@ -69,11 +69,22 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
     return found[0].make()
 
 
-def expected_clocks(problem: Problem, device: Device) -> float:
-    """Returns the expected clocks of the gradient of the weight by the layer's kernels; infinite where none computes
-    this size."""
-    found = (*ranked(problem, device, False)[:1], *ranked_from_copies(problem, device)[:1])
-    return min((one.clocks for one in found), default=math.inf)
+def expected_clocks(problem: Problem, device: Device, with_bias: bool = False) -> float:
+    """Returns the expected clocks of the gradient of the weight by the layer's kernels, ``with_bias`` also of that of
+    the bias; infinite where none computes this size."""
+    copies = ranked_from_copies(problem, device)
+    return min(clocks_as_it_lies(problem, device, with_bias), copies[0].clocks if copies else math.inf)
+
+
+def clocks_as_it_lies(problem: Problem, device: Device, with_bias: bool) -> float:
+    """Returns the same without copies."""
+    alone = ranked(problem, device, False)
+    clocks = alone[0].clocks if alone else math.inf
+    if not with_bias:
+        return clocks
+    together = ranked(problem, device, True)
+    apart = clocks + grad_weight_bias_clocks.clocks(problem)
+    return min(apart, together[0].clocks if together else math.inf)
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:

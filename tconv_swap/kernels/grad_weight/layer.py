@@ -18,11 +18,6 @@ def has_pixels(geometry: Geometry) -> bool:
     return max(geometry.stride) == 1 < max(geometry.kernel) and max(geometry.padding) == 0
 
 
-def is_a_product(geometry: Geometry) -> bool:
-    """Returns whether maps of one pixel may be computed by gradients/gemm."""
-    return (geometry.padding, geometry.dilation, geometry.groups) == ((0, 0), (1, 1), 1)
-
-
 def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     """Returns the problem that stands for all sizes of a layer.
     It has the output padding with which the outputs of rows of 64 pixels are multiples of the largest power of

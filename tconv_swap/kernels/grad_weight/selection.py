@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.one_pixel import kernels_of_gradient
 from tconv_swap.kernels.common.schedules import (
     FURTHER_SIZES,
     MAX_SCHEDULES,
@@ -33,7 +34,7 @@ from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1_clocks
 from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import leaves_sizes
-from tconv_swap.kernels.grad_weight.layer import has_pixels, is_a_product, of_any_size
+from tconv_swap.kernels.grad_weight.layer import has_pixels, of_any_size
 from tconv_swap.kernels.gradients.joint_kernels import joint_kernels
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.gradients.narrow_mma import supports as is_narrow
@@ -104,9 +105,10 @@ def kernels_for(problem: Problem, device: Device) -> Kernels:
 def limit_of(layer: Problem, device: Device) -> int:
     """Returns how many kernels of these families a layer, or its maps of one pixel, may have."""
     geometry, most = layer.geometry, MAX_SCHEDULES - joint_kernels(layer, device)
-    if geometry.taps < MANY_TAPS and has_pixels(geometry):
-        return 1 if geometry.height == 1 else most - 1
-    return most - is_a_product(geometry)
+    pixels_apart = geometry.taps < MANY_TAPS and has_pixels(geometry)
+    if pixels_apart and geometry.height == 1:
+        return 1
+    return most - kernels_of_gradient(geometry, pixels_apart, device)
 
 
 def representatives(layer: Problem) -> list[Representative]:

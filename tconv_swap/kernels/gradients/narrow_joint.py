@@ -41,9 +41,6 @@ from tconv_swap.runtime.program import (
 FAMILY = "narrow_joint"
 MAX_CHANNELS, MAX_TAPS, MAX_KERNEL = 128, 96, 32
 STEP_BYTES, ROW_BYTES = 32, 128
-#: The fewest channels and pixels of an image: with fewer, which leave a tile partly empty, two passes of smaller tiles
-#: may be faster; that was not measured.
-MIN_CHANNELS, MIN_PIXELS = 40, 64
 #: In 16 bits: with more taps the sums take so many registers that small tiles are faster.
 MANY_SUMS = 64
 
@@ -128,7 +125,7 @@ def plan_gradients(problem: Problem, device: Device, wants_bias: bool) -> Part |
     Inputs: grad_output, input (16-byte aligned), weight. Outputs: the gradients of the input and of the weight, and
     if ``wants_bias`` and ``counts_the_output`` that of the bias. Workspace: at most 64 MiB.
     """
-    if not supports(problem, device) or not pays(problem):
+    if not supports(problem, device):
         return None
     found = rank(problem, device)
     if not found:
@@ -150,19 +147,12 @@ def may_read_vectors(problem: Problem) -> bool:
 def kernels_of(layer: Problem, device: Device) -> int:
     """Returns how many kernels a layer has for all its sizes."""
     g = layer.geometry
-    channels = MIN_CHANNELS <= g.in_channels <= MAX_CHANNELS and g.out_channels < TF32_CHANNELS
+    channels = NARROW_CHANNELS < g.in_channels <= MAX_CHANNELS and g.out_channels < TF32_CHANNELS
     if device.architecture != "sm_90a" or g.groups > 1 or not channels:
         return 0
     if layer.dtype not in PRECISIONS or g.out_channels * g.taps > MAX_TAPS:
         return 0
     return 2 if may_read_vectors(layer) else 1
-
-
-def pays(problem: Problem) -> bool:
-    """Returns whether it is faster than two passes: the channels and the pixels fill its tiles."""
-    geometry = problem.geometry
-    image = geometry.height * geometry.width
-    return geometry.in_channels >= MIN_CHANNELS and image >= MIN_PIXELS
 
 
 def _steps(problem: Problem) -> int:

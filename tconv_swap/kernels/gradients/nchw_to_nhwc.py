@@ -5,7 +5,6 @@ the input alone.) The functions are pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,6 @@ from tconv_swap.kernels.common.nchw_to_nhwc import (
 )
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
-from tconv_swap.kernels.grad_weight import bias_clocks as grad_weight_bias_clocks
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import (
@@ -63,11 +61,14 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
     copies = grad_weight_implicit_gemm.ranked_from_copies(problem, device)
     if not copies:
         return None
-    from_copies, apart = copies[0].clocks, _as_they_lie(problem, device, wants_bias)
+    from_copies, apart = (
+        copies[0].clocks,
+        grad_weight_implicit_gemm.clocks_as_it_lies(problem, device, wants_bias),
+    )
     if wants_input:
         # Both read the same copy of grad_output.
-        from_copies += _grad_input_clocks(problem, device, of_copies=True)
-        apart += _grad_input_clocks(problem, device, of_copies=False)
+        from_copies += _grad_input_clocks(problem, device)
+        apart += grad_input_implicit_gemm.expected_clocks(problem, device)
     if apart <= from_copies:
         return None
     return plan_candidates(problem, output_mask, device)[0]
@@ -89,25 +90,14 @@ def plan_candidates(problem: Problem, output_mask: tuple[bool, ...], device: Dev
     ]
 
 
-def _as_they_lie(problem: Problem, device: Device, with_bias: bool) -> float:
-    """Returns the expected clocks of the gradient of the weight, and of the bias, without copies."""
-    alone = grad_weight_implicit_gemm.ranked(problem, device, False)
-    clocks = alone[0].clocks if alone else math.inf
-    if not with_bias:
-        return clocks
-    together = grad_weight_implicit_gemm.ranked(problem, device, True)
-    apart = clocks + grad_weight_bias_clocks.clocks(problem)
-    return min(apart, together[0].clocks if together else math.inf)
-
-
-def _grad_input_clocks(problem: Problem, device: Device, of_copies: bool) -> float:
+def _grad_input_clocks(problem: Problem, device: Device) -> float:
     """Returns the expected clocks of the gradient of the input, which may read the copy of grad_output that exists
-    already if ``of_copies``; 0 for kernels that read the tensors as they lie in any case."""
+    already."""
+    direct = grad_input_implicit_gemm.expected_clocks(problem, device)
     if _reads_as_it_lies(problem, device):
-        return 0.0
-    direct = grad_input_implicit_gemm.ranked(problem, device)
-    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device) if of_copies else []
-    return min((one.clocks for one in (*direct[:1], *copies[:1])), default=math.inf)
+        return direct
+    copies = grad_input_implicit_gemm.ranked_from_copies(problem, device)
+    return min(direct, copies[0].clocks) if copies else direct
 
 
 def _reads_as_it_lies(problem: Problem, device: Device) -> bool:

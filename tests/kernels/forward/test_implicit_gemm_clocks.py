@@ -14,12 +14,9 @@ from functools import lru_cache
 import pytest
 import torch
 from first_difference import differs
-from implicit_gemm_tiles import choose
 from size_cases import H200, MODES
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels import plan
-from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_clocks as clocks_of_tiles
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
@@ -168,20 +165,6 @@ def test_a_flat_tile_is_loaded_in_several_boxes() -> None:
     tile = Tile(4, 1, 1, 1, 512, 1, 1, 32, 8, 4, 1, wgmma=True, tma=True)
     assert problem.flat
     assert loaded_pixels(problem, tile) == 512
-
-
-def test_the_expected_time_is_that_of_the_chosen_tile() -> None:
-    """Where mma.sync multiplies, nothing is compared with other families."""
-    geometry = Geometry(16, 128, 64, 64, 128, (4, 4), (2, 2), (1, 1))
-    for mode, last in itertools.product(MODES, (False, True)):
-        problem = plan.Problem(geometry, *mode, last, last)
-        found = forward_implicit_gemm.expected_time(problem, H200)
-        if mode == MODES[2]:
-            assert found is None
-            continue
-        ((seen, tile),) = choose(posed(geometry, mode, last), H200)
-        clocks = found * CLOCKS_OF_MICROSECOND if found else 0.0
-        assert clocks == pytest.approx(expected_clocks(seen, tile, 132))
 
 
 # ---- where each constant counts ---------------------------------------------------------------------------------

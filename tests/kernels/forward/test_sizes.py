@@ -21,18 +21,20 @@ from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.forward import col2im as forward_col2im
-from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
-from tconv_swap.kernels.forward import narrow_ffma_choice as forward_narrow_ffma_choice
 from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
-from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
-from tconv_swap.kernels.forward.implicit_gemm_layout import make_problem
+from tconv_swap.kernels.forward.implicit_gemm_layout import as_problem, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_layout import of_any_size as of_any_size_as_posed
+from tconv_swap.kernels.forward.plan import posed
+from tconv_swap.kernels.forward.selection import FAMILIES as FAMILIES_AS_THEY_LIE
+from tconv_swap.kernels.forward.selection import representatives
 from tconv_swap.measurement.suite import Layer, load_suite
-from tconv_swap.runtime.program import Kernel, Output, Plan
+from tconv_swap.runtime.program import Kernel, Output, Part, Plan
 
 TURING = plan.Device("sm_75", 40, 64 << 10)
+Candidates = Callable[[plan.Problem, bool, plan.Device], list[Plan]]
 LAYERS = load_suite().layers
 #: Kernels that prepare what others compute from, or add up what they computed.
 AUXILIARY = (
@@ -173,11 +175,8 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
 @pytest.mark.parametrize("seed", range(20))
 def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(seed, channels_last):
-        for made, tile in zip(
-            forward_narrow_ffma.plan_candidates(problem, False, H200, 1),
-            forward_narrow_ffma_choice.choose(problem, H200, 4, 1),
-            strict=False,
-        ):
+        for tile in forward_narrow_ffma.of_size(problem, H200)[:2]:
+            made = forward_narrow_ffma.lower(problem, False, tile, H200)
             (words,) = made.launches[0].structs
             all_tiles, repeat = words[5:7]
             down, across, segments = words[7:10], words[10:13], words[13:16]
@@ -211,7 +210,7 @@ def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_l
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_of_narrow_mma_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(100 + seed, channels_last):
-        for tile in forward_narrow_mma_choice.choose(problem, H200, 4, 1):
+        for tile in forward_narrow_mma.of_size(problem, H200):
             assert channels_last or geometry.width % tile.row_multiple == 0
             assert geometry.out_width % tile.out_row_multiple == 0
             assert not tile.direct or geometry.out_width % geometry.stride[1] == 0
@@ -224,7 +223,7 @@ def test_tiles_of_col2im_cover_the_images_once(seed: int) -> None:
     channels_last = rng.random() < 0.5
     problem = col2im_problem(rng, channels_last)
     geometry = problem.geometry
-    (made,) = forward_col2im.plan_candidates(problem, False, H200, 1)
+    made = forward_col2im.lower(problem, False, rng.choice(forward_col2im.of_size(problem, H200)), H200)
     constants, (words,) = dict(made.launches[0].kernel.constants), made.launches[0].structs
     height, out_height, out_width, tiles, position_rows, groups, whole = words[:7]
     column_tiles, row_tiles = words[7:10], words[10:13]
@@ -268,21 +267,41 @@ def col2im_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
         if min(geometry.out_height, geometry.out_width) <= 0 or not forward_col2im.supports(problem, H200):
             continue
-        if forward_col2im.plan_candidates(problem, False, H200, 1):
+        if forward_col2im.of_size(problem, H200):
             return problem
 
 
-def stride1_plans(problem: plan.Problem, bias: bool, device: plan.Device, count: int = 1) -> list[Plan]:
-    """Returns the best plans of forward/stride1.py."""
+def stride1_plans(problem: plan.Problem, bias: bool, device: plan.Device) -> list[Plan]:
+    """Returns the best plan of forward/stride1.py."""
     posed = make_problem(
         problem.geometry, problem.dtype, problem.precision, False, problem.weight_channels_last, bias
     )
     if not forward_stride1.supports(posed, device):
         return []
     found = forward_stride1.ranked(forward_stride1_tile.kernels(posed, device), posed, device)
-    parts = [one.make() for one in found[:count]]
-    outputs = (Output(problem.geometry.output_shape),)
-    return [Plan(one.family, one.why, outputs, one.launches, one.workspace_bytes) for one in parts]
+    return [_as_plan(one.make(), problem) for one in found[:1]]
+
+
+def _as_plan(part: Part, problem: plan.Problem) -> Plan:
+    outputs = (Output(problem.geometry.output_shape, problem.channels_last),)
+    return Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
+
+
+def plans_of(name: str) -> Candidates:
+    """Returns the function that returns the plans of a family: those of the tiles that the layer may have, as far as
+    they compute the size."""
+    family = FAMILIES_AS_THEY_LIE[name]
+
+    def found(problem: plan.Problem, bias: bool, device: plan.Device) -> list[Plan]:
+        sizes, _ = representatives(of_any_size_as_posed(posed(problem, bias)))
+        tiles = family.candidates([as_problem(size) for size in sizes], device)
+        return [
+            _as_plan(family.lower(problem, bias, tile, device), problem)
+            for tile in tiles[:8]
+            if family.clocks(problem, tile, device) < math.inf
+        ]
+
+    return found
 
 
 def test_stride1_gets_the_sizes_of_its_tiles() -> None:
@@ -330,18 +349,17 @@ def generator_layer(rng: random.Random) -> Geometry:
 
 
 Found = list[tuple[plan.Problem, Plan]]
-Candidates = Callable[[plan.Problem, bool, plan.Device, int], list[Plan]]
 #: Plans of one kernel, layers that it computes, sizes of them.
 FAMILIES: dict[str, tuple[Candidates, Callable[[random.Random], Geometry], Callable[..., Geometry]]] = {
-    "narrow_mma": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
-    "col2im": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
+    "narrow_mma": (plans_of("narrow_mma"), random_layer, small_sizes),
+    "col2im": (plans_of("col2im"), rgb_layer, small_sizes),
     "general": (
         lambda problem, bias, *_: [general.plan_forward(problem, bias)],
         random_layer,
         small_sizes,
     ),
-    "narrow_ffma": (forward_narrow_ffma.plan_candidates, random_layer, small_sizes),
-    "gemm": (forward_gemm.plan_candidates, generator_layer, of_pixels),
+    "narrow_ffma": (plans_of("narrow_ffma"), random_layer, small_sizes),
+    "gemm": (plans_of("gemm"), generator_layer, of_pixels),
     "stride1": (stride1_plans, stride_1_layer, small_sizes),
 }
 
@@ -360,7 +378,7 @@ def sizes_of_one_kernel(family: str, rng: random.Random, device: plan.Device) ->
         for _ in range(30):
             geometry = size_of(rng, layer)
             problem = plan.Problem(geometry, dtype, precision, channels_last, weight_last)
-            for made in candidates(problem, bias, device, 1):
+            for made in candidates(problem, bias, device):
                 by_kernel.setdefault(computing(made), []).append((problem, made))
         several = [found for found in by_kernel.values() if len({one.geometry for one, _ in found}) >= 3]
         if several:

@@ -14,6 +14,7 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import plan as forward_plan
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward import stride1_clocks as forward_stride1_clocks
 from tconv_swap.kernels.forward import stride1_tile as forward_stride1_tile
@@ -78,7 +79,7 @@ def test_images_that_the_implicit_gemm_does_not_compute_have_a_kernel() -> None:
     assert not kernels_of(of_any_size(layer), H200).stride1
     huge = replace(layer, geometry=replace(layer.geometry, height=2048, width=2048))
     assert not forward_implicit_gemm.supports(huge, H200)
-    assert [one.family for one in forward_implicit_gemm.part_candidates(huge, H200, 1)] == ["stride1"]
+    assert [one.family for one in forward_plan.part_candidates(huge, H200, 1)] == ["stride1"]
 
 
 def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> None:
@@ -155,10 +156,10 @@ def test_the_expected_time_ranks_it_with_the_implicit_gemm() -> None:
         assert kernels.stride1
         assert kernels.implicit_gemm
         assert set(kernels.stride1) <= set(kernels_for(posed, H200).stride1)
-        families = [one.family for one in forward_implicit_gemm.part_candidates(posed, H200, 6)]
+        families = [one.family for one in forward_plan.part_candidates(posed, H200, 6)]
         assert families[:2] == ["stride1", "implicit_gemm"]
         own = forward_stride1.ranked(kernels.stride1, posed, H200)
-        assert forward_implicit_gemm.part_candidates(posed, H200, 1) == [own[0].make()]
+        assert forward_plan.part_candidates(posed, H200, 1) == [own[0].make()]
 
 
 def test_other_problems_are_not_claimed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -65,6 +66,38 @@ def test_the_family_computes_tf32_in_one_layout_on_sm_90a_only() -> None:
     assert not gradients_gemm.supports(replace(problem(), weight_channels_last=True), H200)
     assert not gradients_gemm.supports(problem(), replace(H200, architecture="sm_80"))
     assert gradients_gemm.plan_backward(problem(), (False, False, True), H200) is None
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_expected_clocks_decide(dtype: torch.dtype, channels_last: bool) -> None:
+    """At each size of a layer with a large kernel; for all batches alike of one with a small kernel, whose maps of one
+    pixel have one kernel."""
+    chosen = set()
+    for layer, mask in product(
+        (LATENT, replace(LATENT, in_channels=1024, out_channels=64), replace(LATENT, kernel=(3, 3))), MASKS
+    ):
+        families = []
+        for batch in (1, 8, 64, 200, 512):
+            posed = problem(layer.with_batch(batch), dtype, channels_last)
+            compared = (
+                posed if layer.kernel == (4, 4) else problem(layer.with_batch(64), dtype, channels_last)
+            )
+            ours = gradients_gemm.expected_clocks(compared, mask, H200)
+            others = plan.expected_clocks(compared, mask, H200)
+            family = plan.plan_backward(posed, mask, H200).family
+            assert (family == "gemm") == (ours <= others)
+            families.append(family == "gemm")
+        assert layer.kernel == (4, 4) or len(set(families)) == 1
+        chosen.update(families)
+    assert chosen == {True, False}
+
+
+def test_tuning_reaches_it_where_others_are_expected_to_be_faster() -> None:
+    for mask in ((True, False, False), (False, True, False), (False, True, True)):
+        for batch in (1, 128, 512):
+            found = plan.backward_candidates(problem(LATENT.with_batch(batch)), mask, H200, 8)
+            assert "gemm" in {one.family for one in found}
 
 
 def random_geometry(rng: random.Random) -> Geometry:

@@ -1,0 +1,40 @@
+"""Which layers are expected to see maps of one pixel, as the first of a generator, and how many kernels compute those.
+Pure functions of data."""
+
+from __future__ import annotations
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.problem import Device
+
+#: The smallest kernel size of a layer that is expected to see maps of one pixel, whatever its channels. It gets many
+#: images or few, so maps of one pixel have two kernels.
+LARGE_KERNEL = 4
+#: The images by which a product of matrices is compared with other kernels where maps of one pixel have one kernel.
+NOMINAL_IMAGES = 64
+
+
+def has_stride_of_one_pixel(geometry: Geometry) -> bool:
+    """Returns whether a map of one pixel may be computed with stride = kernel in place of the layer's own stride. It
+    holds only for layers that may be the first of a generator, by their large kernel or because they add channels: no
+    other layers are expected to see such maps."""
+    plain = (geometry.padding, geometry.output_padding, geometry.dilation) == ((0, 0), (0, 0), (1, 1))
+    begins = has_two_kernels(geometry) or geometry.out_channels > geometry.in_channels
+    return plain and geometry.kernel != geometry.stride and begins
+
+
+def has_two_kernels(layer: Geometry) -> bool:
+    """Returns whether maps of one pixel may have two kernels."""
+    return min(layer.kernel) >= LARGE_KERNEL
+
+
+def has_gemm(layer: Geometry, device: Device) -> bool:
+    """Returns whether gradients/gemm.py may compute the gradients of a layer's maps of one pixel."""
+    plain = (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
+    return plain and device.architecture == "sm_90a"
+
+
+def kernels_of_gradient(layer: Geometry, has_own: bool, device: Device) -> int:
+    """Returns how many kernels compute a gradient of maps of one pixel alone, if another family ``has_own`` one for
+    them."""
+    gemm = has_gemm(layer, device)
+    return has_own + gemm if has_two_kernels(layer) else int(has_own or gemm)
