@@ -1,8 +1,7 @@
 """Finds every family of kernels that can compute a stage of a layer, with the best plan of each by its own ranking.
 
-The library tries the families in turn and takes the first that supports a problem; a benchmark of their worth needs all
-of them. The name of a family is the entry of its kernel, with ``nchw_to_nhwc`` in front if its plan first copies NCHW
-tensors to channels_last.
+The library makes one plan only; a benchmark of the families' worth needs the plans of all. The name of a family is the
+entry of its kernel, with ``nchw_to_nhwc`` in front if its plan first copies NCHW tensors to channels_last.
 """
 
 from __future__ import annotations

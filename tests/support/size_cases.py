@@ -74,3 +74,28 @@ def quotient(words: sizes.Words, n: int) -> int:
     """Returns what ``Divisor::quotient`` of common/sizes.cuh computes in 32 bits."""
     _, magic, shift = words
     return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
+
+
+def random_layer(rng: random.Random) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 2, 3))
+        kernel, stride = ((rng.randint(1, 5), rng.randint(1, 5)) for _ in "ks")
+        dilation = (rng.choice((1, 1, 2)), rng.choice((1, 1, 2)))
+        made = Geometry(
+            1,
+            groups * rng.choice((1, 3, 8, 16, 20)),
+            rng.randint(6, 12),
+            rng.randint(6, 12),
+            groups * rng.choice((1, 2, 3, 7, 16)),
+            kernel,
+            stride,
+            (rng.randint(0, 2), rng.randint(0, 2)),
+            (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+            groups,
+        )
+        if min(made.out_height, made.out_width) > 0:
+            return made

@@ -1,5 +1,5 @@
 """The tiles of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu that suit one size of a layer, of
-which forward/implicit_gemm_selection.py selects by their expected clocks. Pure functions of data."""
+which forward/selection.py selects by their expected clocks. Pure functions of data."""
 
 from __future__ import annotations
 
