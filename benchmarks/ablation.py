@@ -31,7 +31,7 @@ from benchmarks.layers import positive
 from benchmarks.measuring_process import Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
 from benchmarks.sweep import Sweep, measuring, shuffled
-from benchmarks.sweep_options import current_gpu
+from benchmarks.sweep_options import gpu_of
 from benchmarks.sweep_options import make_parser as sweep_parser
 from tconv_swap.kernels.problem import Device
 from tconv_swap.measurement.modes import LAYOUTS
@@ -70,7 +70,7 @@ def tasks(suite: Sequence[Layer], drawn: Sequence[Layer]) -> list[Task]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
-    facts = current_gpu()
+    facts = gpu_of(options)
     found = sweep(facts, options.seconds_per_way)
     settings = {
         "seed": SEED,

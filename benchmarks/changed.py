@@ -26,7 +26,7 @@ import torch
 from benchmarks.ablation_measure import Prepared, StagePlans, Task, Timer, measure
 from benchmarks.ablation_rows import Row, geometric_mean
 from benchmarks.families import MASKS, PYTORCH, family_of
-from benchmarks.kernels import problem_of
+from benchmarks.kernels import H200, problem_of
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
 from benchmarks.regret import timed
 from benchmarks.sweep_options import current_gpu
@@ -44,8 +44,6 @@ from tconv_swap.runtime.program import Launch, Plan
 BEFORE, AFTER = "before", "after"
 SUITE = "suite"
 STAGES = ("forward", "grad_input", "grad_weight")
-#: The GPU for which plans are dumped.
-H200 = Device("sm_90a", 132, 227 << 10)
 #: A change of this factor is not noise.
 NOTABLE = 1.1
 

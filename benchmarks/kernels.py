@@ -15,6 +15,8 @@ from tconv_swap.measurement.suite import Layer
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Plan
 
+#: The GPU that is planned for where there is none.
+H200 = plan.Device("sm_90a", 132, 227 << 10)
 STAGE_MASKS = {
     "backward": (True, True, True),
     "grad_input": (True, False, False),

@@ -37,7 +37,7 @@ from benchmarks.neighbours_rows import OWN, Row, neighbours_of, report, summary
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
 from benchmarks.stage_row import stage_fields
 from benchmarks.sweep import Sweep, measuring
-from benchmarks.sweep_options import current_gpu
+from benchmarks.sweep_options import gpu_of
 from benchmarks.sweep_options import make_parser as sweep_parser
 from tconv_swap.cuda.choice import choose_backward, choose_forward
 from tconv_swap.files.fileformat import first_line
@@ -217,7 +217,7 @@ def _view(buffer: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
-    facts = current_gpu()
+    facts = gpu_of(options)
     found = sweep(facts, directions_of(options))
     return found.command(facts, lambda: tasks_of(options), settings_of(options), options)
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.kernels import H200
 from tconv_swap.cuda import choice
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels import plan
+from tconv_swap.kernels.problem import Problem
 from tconv_swap.measurement.suite import load_suite
 
-H200 = plan.Device("sm_90a", 132, 227 << 10)
 DTYPES = (torch.float32, torch.float16)
 #: The number of first sizes of a layer that are not timed: they plan its kernels.
 KNOWN = 6
@@ -62,7 +62,7 @@ def _microseconds(layer: Geometry, bias: bool, stage: str, sizes: int) -> list[f
                     height=1 if layer.height == 1 else rng.randint(5, 100),
                     width=rng.randint(5, 100),
                 )
-                problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
+                problem = Problem(geometry, dtype, "tf32", channels_last, channels_last)
                 begin = time.perf_counter()
                 _planner(stage, bias)(problem)
                 if i >= KNOWN:
@@ -70,7 +70,7 @@ def _microseconds(layer: Geometry, bias: bool, stage: str, sizes: int) -> list[f
     return found
 
 
-def _planner(stage: str, bias: bool) -> Callable[[plan.Problem], object]:
+def _planner(stage: str, bias: bool) -> Callable[[Problem], object]:
     if stage == "forward":
         return lambda problem: choice.choose_forward(problem, bias, H200, "auto")
     return lambda problem: choice.choose_backward(problem, (True, True, bias), H200, "auto")

@@ -26,7 +26,7 @@ from benchmarks.regret_classes import report as report_of_classes
 from benchmarks.regret_row import RegretRow
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
 from benchmarks.sweep import Sweep, measuring
-from benchmarks.sweep_options import current_gpu
+from benchmarks.sweep_options import gpu_of
 from benchmarks.sweep_options import make_parser as sweep_parser
 from benchmarks.table import Table
 from tconv_swap.cuda.choice import CANDIDATES, Step, choose_backward, choose_forward
@@ -73,7 +73,7 @@ def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     options = make_parser().parse_args(arguments)
-    facts = current_gpu()
+    facts = gpu_of(options)
     directions = directions_of(options)
     found = sweep(facts, directions)
     return found.command(facts, lambda: tasks_of(options), settings_of(options), options)

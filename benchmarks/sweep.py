@@ -31,6 +31,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from benchmarks import sweep_prepared
 from benchmarks.layers import commit_of_tree
 from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
 from tconv_swap.kernels.problem import Device
@@ -195,7 +196,7 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         """Carries out a command line; returns the exit code.
 
         Args:
-            facts: those of the current GPU; None if there is none.
+            facts: those of the GPU to measure on, or to prepare for; None if there is none.
             tasks: returns all tasks; called only if something is measured.
             settings: what the file has to say about this run.
             options: those of ``make_parser``.
@@ -203,6 +204,13 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         code = self.read(options)
         if code is not None:
             return code
+        if options.prepare:
+            with _workers(options) as pool:
+                count = sweep_prepared.write(
+                    options.prepare, self.name, prepared(pool, self.prepare, tasks())
+                )
+            self.say(f"{count} tasks prepared in {options.prepare}")
+            return 0
         if facts is None:
             self.say("torch.cuda.is_available() is False: no GPU")
             return 2
@@ -225,14 +233,14 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         waiting = [task for task in options.part.of(tasks) if task.key not in results.done]
         process = MeasuringProcess[ReadyT, list[RowT]](self.make, SILENCE_SECONDS, START_SECONDS)
         process.start()
-        workers = options.workers or max(1, (os.cpu_count() or 1) // options.part.count)
-        # Spawned, because a forked process must not touch CUDA.
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_as_worker)
+        pool = _workers(options)
         try:
             complete = self.run(
                 waiting,
                 results,
-                partial(prepared, pool, self.prepare),
+                partial(sweep_prepared.read, options.prepared, self.name)
+                if options.prepared
+                else partial(prepared, pool, self.prepare),
                 process,
                 options.json,
                 lambda: options.seconds - (time.monotonic() - begin),
@@ -349,6 +357,12 @@ def shuffled(tasks: Sequence[TaskT], seed: int) -> list[TaskT]:
     found = list(tasks)
     random.Random(seed).shuffle(found)
     return found
+
+
+def _workers(options: argparse.Namespace) -> ProcessPoolExecutor:
+    count = options.workers or max(1, (os.cpu_count() or 1) // options.part.count)
+    # Spawned, because a forked process must not touch CUDA.
+    return ProcessPoolExecutor(count, get_context("spawn"), initializer=_as_worker)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from benchmarks.kernels import H200
 from benchmarks.layers import positive
 from tconv_swap.cuda import call
 from tconv_swap.kernels.problem import Device
@@ -48,6 +49,11 @@ def current_gpu() -> Device | None:
     return call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
+def gpu_of(options: argparse.Namespace) -> Device | None:
+    """Returns what planning knows about the GPU to measure on, or to prepare for; None if there is none."""
+    return H200 if options.prepare else current_gpu()
+
+
 def make_parser(name: str, description: str, seconds: float) -> argparse.ArgumentParser:
     """Returns a parser with the options that all sweeps have.
 
@@ -74,6 +80,15 @@ def make_parser(name: str, description: str, seconds: float) -> argparse.Argumen
         nargs="+",
         metavar="FILE",
         help="measure nothing: write the rows of these files, the parts of one run, to --json",
+    )
+    parser.add_argument(
+        "--prepare",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: plan and compile for an H200, write FILE and the cache on disk (needs no GPU)",
+    )
+    parser.add_argument(
+        "--prepared", type=Path, metavar="FILE", help="measure the tasks that --prepare wrote to FILE"
     )
     parser.add_argument(
         "--part",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import measuring_process, sweep
+from benchmarks import measuring_process, sweep, sweep_prepared
 from benchmarks.measuring_process import Work
 from benchmarks.sweep import Results, Sweep, shuffled
 from benchmarks.sweep_options import make_parser
@@ -89,3 +89,32 @@ def test_a_run_in_processes_and_its_continuation(
     assert DOUBLES.read(parser.parse_args(["--json", str(path), "--report"])) == 0
     assert capsys.readouterr().out == "[0, 2, 4, 8, 10, 12, 14]\n"
     assert DOUBLES.read(options) is None
+
+
+def test_tasks_that_are_prepared_on_one_machine_and_measured_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.sweep"])
+    for module in (sweep, measuring_process):
+        monkeypatch.setattr(module, "get_context", lambda _: context)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
+    parser = make_parser("numbers", "", 60.0)
+    rows, plans = tmp_path / "rows.json", tmp_path / "plans"
+    tasks = [Number(value) for value in range(6)]
+    options = parser.parse_args(["--json", str(rows), "--prepare", str(plans), "--workers", "1"])
+    assert DOUBLES.command(None, lambda: tasks, {}, options) == 0
+    assert not rows.exists()
+    options = parser.parse_args(["--json", str(rows), "--prepared", str(plans), "--part", "1/2"])
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep, "prepared", None)
+        assert DOUBLES.main(tasks, {}, options) == 1
+    kept = Results.load(rows, "doubles", Found)
+    assert sorted(row.value for row in kept.rows) == [2, 10]
+    assert kept.failures == ["Number(value=3): ValueError: three"]
+    with pytest.raises(ValueError, match=r"of benchmarks\.doubles"):
+        next(sweep_prepared.read(plans, "halves", tasks))
+    monkeypatch.setattr(sweep_prepared, "commit_of_tree", lambda: "another")
+    with pytest.raises(ValueError, match="commit"):
+        next(sweep_prepared.read(plans, "doubles", tasks))
