@@ -18,7 +18,7 @@ from tconv_swap import op
 from tconv_swap.cuda import call, choice
 from tconv_swap.cuda.choice import NATIVE, WHY_NOT_GENERAL, Step, choose_backward, choose_forward
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels import plan
+from tconv_swap.kernels import measured, plan
 from tconv_swap.kernels.common import general
 from tconv_swap.runtime.program import Part
 
@@ -95,7 +95,6 @@ ONE_PIXEL = Geometry(128, 100, 1, 1, 512, (4, 4))
 #: Its channels are no multiple of 4, so the implicit GEMM computes its gradients.
 ONE_PIXEL_ODD = Geometry(128, 102, 1, 1, 512, (4, 4))
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
-#: In channels_last cuDNN takes channels in pairs.
 TWO_CHANNELS = Geometry(12, 44, 56, 177, 2, (3, 3), (2, 2), (1, 1), (1, 1))
 #: Many products of an element, by the copy engine, and of rows that are no multiples of 16 bytes.
 POSE = Geometry(32, 512, 15, 20, 256, (4, 4), (2, 2), (1, 1))
@@ -133,22 +132,21 @@ WIDE_STRIDE = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
         (ONE_PIXEL_NARROW, torch.float32, "tf32", False, (False, False, False)),
         (ONE_ROW, torch.float32, "tf32", False, (False, False, False)),
         (HIFIGAN, torch.float32, "tf32", False, (False, False, False)),
-        (KB81, torch.float32, "ieee", False, (False, True, False)),
+        (KB81, torch.float32, "ieee", False, (False, False, False)),
         (HIFIGAN, torch.float32, "ieee", False, (False, False, False)),
         (SMALL_FLAT, torch.float16, "ieee", False, (False, False, False)),
         (STRIDE_1.with_batch(2), torch.float32, "ieee", True, (False, False, False)),
         (RGB, torch.float16, "ieee", True, (False, False, False)),
-        (TWO_CHANNELS, torch.float16, "ieee", True, (False, True, False)),
-        (TWO_CHANNELS, torch.float32, "tf32", True, (False, True, False)),
+        (TWO_CHANNELS, torch.float16, "ieee", True, (False, False, False)),
+        (TWO_CHANNELS, torch.float32, "tf32", True, (False, False, False)),
         (TWO_CHANNELS, torch.float16, "ieee", False, (False, False, False)),
         (TWO_CHANNELS, torch.float32, "ieee", True, (False, False, False)),
-        (POSE, torch.float16, "ieee", True, (False, True, False)),
-        (POSE.with_batch(16), torch.float16, "ieee", True, (False, False, False)),
+        (POSE, torch.float16, "ieee", True, (False, False, False)),
         (POSE, torch.float32, "tf32", True, (False, False, False)),
         (VOCODER, torch.float32, "tf32", True, (False, True, True)),
-        (SHORT_VOCODER, torch.float32, "tf32", True, (False, False, False)),
+        (SHORT_VOCODER, torch.float32, "tf32", True, (False, True, False)),
         (VOCODER, torch.float32, "ieee", True, (False, False, False)),
-        (VOCODER, torch.float16, "ieee", False, (False, False, True)),
+        (VOCODER, torch.float16, "ieee", False, (False, True, True)),
     ],
     ids=str,
 )
@@ -181,19 +179,13 @@ def test_a_gradient_that_cudnn_computes_wrongly_stays_ours() -> None:
             assert (step.plan is not None) == ours
 
 
-def test_a_gradient_that_one_pass_computes_with_another_stays_ours() -> None:
+def test_a_gradient_that_one_pass_computes_with_another_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "why_grad_input_is_native", lambda *_: "for this test")
     asked = plan.Problem(TWO_CHANNELS, torch.float32, "tf32", True, True)
     (alone,) = choose_backward(asked, (True, False, False), H200, "auto")
     assert alone.plan is None
     (both,) = choose_backward(asked, (True, True, False), H200, "auto")
     assert both.family == "narrow_joint"
-
-
-def test_a_small_map_whose_weights_have_to_be_packed_is_pytorchs() -> None:
-    for weight_channels_last in (False, True):
-        one = plan.Problem(DCGAN2, torch.float16, "ieee", True, weight_channels_last)
-        step = choose_forward(one, True, H200, "auto")
-        assert (step.plan is not None) == weight_channels_last
 
 
 @pytest.mark.usefixtures("fast_grad_input")

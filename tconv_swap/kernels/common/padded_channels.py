@@ -34,13 +34,14 @@ MIN_CHANNELS = 8
 COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 2570, 0.000684
 _PIECE_BYTES = 16
 _THREADS = 256
-#: Elements that a thread copies.
-_EACH = 8
+#: Pieces that a thread copies.
+_EACH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of ``width`` elements of the input ``operand``, which are copied to rows of ``padded`` elements."""
+    """Rows of ``width`` elements of the input ``operand``, which are copied to rows of ``padded`` elements, whole
+    pieces of 16 bytes."""
 
     operand: int
     count: int
@@ -51,12 +52,13 @@ class Rows:
 def pad_rows(rows: Rows, to: int, dtype: torch.dtype) -> Launch:
     """Returns the launch that copies rows to the workspace at byte ``to``; the elements that are added are zeros."""
     constants = (("Element", ELEMENT_TYPES[dtype]), ("THREADS", _THREADS), ("EACH", _EACH))
+    pieces = rows.padded * dtype.itemsize // _PIECE_BYTES
     return Launch(
         Kernel("common/pad_rows.cu", "pad_rows", constants),
-        grid=ceil_div(rows.count * rows.padded, _THREADS * _EACH),
+        grid=ceil_div(rows.count * pieces, _THREADS * _EACH),
         block=_THREADS,
         arguments=(input_(rows.operand), workspace(to), struct(0)),
-        structs=((rows.count, rows.width, *divisor(rows.padded)),),
+        structs=((rows.count, rows.width, *divisor(pieces)),),
     )
 
 

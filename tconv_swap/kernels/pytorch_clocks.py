@@ -1,7 +1,9 @@
-"""The expected time of the gradient of the weight by PyTorch's operator, which runs cuDNN. The functions are pure.
+"""The expected time of a gradient of the input or of the weight by PyTorch's operator, which runs cuDNN. The functions
+are pure.
 
-The constants are fitted to 1,428 times of an H100 (torch 2.11, cuDNN 9.19), in clocks of 1.7 GHz. cuDNN chooses among
-kernels whose times differ: the standard deviation of the logarithm is 0.4 in TF32 and 0.6 to 0.8 in 16 bits.
+The constants are fitted to 1,428 times of the gradient of the weight on an H100 (torch 2.11, cuDNN 9.19), in clocks of
+1.7 GHz; those of the gradient of the input follow them as well (docs/choice.md). cuDNN chooses among kernels whose
+times differ: the standard deviation of the logarithm is 0.4 to 0.7 in TF32 and 0.5 to 0.9 in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,20 +22,15 @@ BYTE_CLOCKS_NCHW, BYTE_CLOCKS_NHWC = 0.0019, 0.0003
 MARGIN = 1.5
 #: Of kernels of so many taps only a few layers were measured, of which one took 20 times as long as others.
 MANY_TAPS = 64
-#: From this stride on the result in 16 bits was wrong: 1.4 from float64, relative, for 1024 -> 512 and 768 -> 384
-#: channels with kernels of 20 and strides of 10; it was right for strides of 3 and 8.
-UNRELIABLE_STRIDE = 10
 
 
 def clocks(problem: Problem, device: Device) -> float:
     """Returns the expected clocks; infinite where nothing was measured (groups, many taps, float32 without TF32, other
-    GPUs than Hopper) or the result was wrong."""
+    GPUs than Hopper)."""
     g, item = problem.geometry, problem.dtype.itemsize
     if device.compute_capability != 90 or g.groups > 1 or g.taps >= MANY_TAPS:
         return math.inf
     if problem.is_ieee or item == 8:
-        return math.inf
-    if item == 2 and max(g.stride) >= UNRELIABLE_STRIDE:
         return math.inf
     pixels = g.batch * g.height * g.width
     macs = g.taps * pixels * round_up(g.in_channels, CHANNELS) * round_up(g.out_channels, CHANNELS)
