@@ -31,6 +31,8 @@ MORE_SIZES = (
 PATCHES = (8, 37, 37)
 #: Of pose networks, whose sides are no powers of two, and of photographs.
 FURTHER_SIZES = ((32, 8, 6), (12, 24, 18), (4, 512, 512))
+#: Of detection and segmentation networks in NCHW, whose images have any size: rows that are no whole pieces of memory.
+RAGGED_SIZES = ((8, 33, 33), (8, 25, 34), (4, 65, 65), (4, 50, 67), (2, 129, 129), (1, 257, 257))
 #: Of networks that are served with few images; they are unusual.
 FEW_IMAGES = ((1, 7, 7), (4, 8, 8), (2, 13, 13))
 SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (

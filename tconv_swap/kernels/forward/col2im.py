@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
+from tconv_swap.kernels.common.pad_rows import Rows, copies_clocks, copies_fit, pad_rows, rows_of_images
 from tconv_swap.kernels.common.schedules import EVERY
 from tconv_swap.kernels.common.sizes import divisor
 from tconv_swap.kernels.forward.col2im_choice import of_size as tiles_of_size
@@ -38,6 +40,7 @@ from tconv_swap.runtime.program import (
     output,
     struct,
     tensor_map,
+    workspace,
 )
 
 #: The fewest and the most input channels: fewer leave most of a multiply of 16 empty, more do not fit one box.
@@ -47,19 +50,32 @@ MAX_PRODUCTS, MAX_OUT_CHANNELS = 96, 8
 
 
 def supports(problem: Problem, device: Device) -> bool:
-    """Returns whether the kernel computes the problem: a layout that the copy engine can load, and offsets of 32
-    bits."""
+    """Returns whether the kernel computes the problem: pixels or copied rows that the copy engine can load, and offsets
+    of 32 bits."""
     geometry, item = problem.geometry, problem.dtype.itemsize
     if problem.dtype not in PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
         return False
     if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MAX_OUT_CHANNELS:
         return False
-    row = geometry.in_channels if problem.channels_last else geometry.width
-    if products(geometry) > MAX_PRODUCTS or row * item % 16 or geometry.batch == 0:
+    if problem.channels_last and geometry.in_channels * item % TMA_ALIGNMENT:
+        return False
+    if products(geometry) > MAX_PRODUCTS or geometry.batch == 0:
+        return False
+    rows = copied_rows(problem)
+    if rows is not None and not copies_fit([rows], problem.dtype):
         return False
     image = geometry.out_channels * geometry.out_height * geometry.out_width
     tiles = geometry.batch * geometry.out_height * geometry.out_width
     return max(image, tiles, MAX_ROW_TILES * geometry.out_height) < INT32_LIMIT // 2
+
+
+def copied_rows(problem: Problem) -> Rows | None:
+    """Returns the rows of an input in NCHW that are copied to longer ones, or None where the copy engine can load the
+    input as it lies."""
+    g = problem.geometry
+    if problem.channels_last:
+        return None
+    return rows_of_images(0, g.batch * g.in_channels, g.height, g.width, problem.dtype.itemsize)
 
 
 def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
@@ -76,13 +92,16 @@ def clocks(problem: Problem, tile: Tile, device: Device) -> float:
     """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
     if not supports(problem, device) or column_tiles(problem, tile)[1] == 0:
         return math.inf
-    return expected_clocks(problem, tile, device)
+    rows = copied_rows(problem)
+    copied = copies_clocks([rows], problem.dtype) if rows is not None else 0.0
+    return expected_clocks(problem, tile, device) + copied
 
 
 def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
     """Returns the part that computes the problem with this tile.
 
-    Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
+    Inputs: input, weight (both 16-byte aligned), bias. Output: the output. Workspace: a copy of the input with longer
+    rows, if the copy engine cannot load it as it lies.
     """
     geometry, item = problem.geometry, problem.dtype.itemsize
     shared = shared_bytes(problem, tile)
@@ -108,12 +127,14 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
     )
     line, channels = box(problem, tile)
     c, h, w = geometry.in_channels, geometry.height, geometry.width
-    sizes = (c, w, h) if problem.channels_last else (w, h, c)
+    rows = copied_rows(problem)
+    columns = w if rows is None else rows.padded
+    sizes, line_bytes = ((c, w, h), c * item) if problem.channels_last else ((w, h, c), columns * item)
     input_map = TensorMap(
-        input_(0),
+        input_(0) if rows is None else workspace(0),
         ELEMENT_KINDS[problem.dtype],
         (*sizes, geometry.batch),
-        (sizes[0] * item, sizes[0] * sizes[1] * item, c * h * w * item),
+        (line_bytes, line_bytes * sizes[1], c * h * columns * item),
         (line // item, tile.panel_pixels, 1, 1)
         if problem.channels_last
         else (tile.panel_pixels, 1, channels, 1),
@@ -140,4 +161,6 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
         ),
     )
     why = f"{geometry.in_channels} channels to {products(geometry)} products a pixel, col2im: {tile}"
-    return Part("col2im", why, (launch,))
+    if rows is None:
+        return Part("col2im", why, (launch,))
+    return Part("col2im", why, (pad_rows(rows, 0, problem.dtype), launch), rows.bytes(problem.dtype))

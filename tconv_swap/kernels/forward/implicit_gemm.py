@@ -10,13 +10,8 @@ from functools import lru_cache, partial
 from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
-from tconv_swap.kernels.common.padded_channels import (
-    Rows,
-    copies_clocks,
-    copies_fit,
-    padded_channels,
-    reading_copies,
-)
+from tconv_swap.kernels.common.pad_rows import Rows, copies_clocks, copies_fit
+from tconv_swap.kernels.common.padded_channels import padded_channels, reading_copies
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule

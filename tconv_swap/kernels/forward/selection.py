@@ -15,11 +15,12 @@ from tconv_swap.kernels.common.one_pixel import (
     has_two_kernels,
     kernels_of_gradient,
 )
-from tconv_swap.kernels.common.padded_channels import copies_clocks
+from tconv_swap.kernels.common.pad_rows import copies_clocks
 from tconv_swap.kernels.common.schedules import (
     FEW_IMAGES,
     FURTHER_SIZES,
     MAX_SCHEDULES,
+    RAGGED_SIZES,
     SINGLE,
     UNUSUAL,
     Timed,
@@ -164,11 +165,12 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
         return [_sized(layer, batch, 1, 1) for batch in ONE_PIXEL_BATCHES], list(ONE_PIXEL_BATCHES.values())
     one_row = g.kernel[0] == g.stride[0] == 1 < g.kernel[1] and g.padding[0] == 0
     is_head = g.out_channels <= FEW_CHANNELS
+    further = FURTHER_SIZES if layer.input_channels_last else (*FURTHER_SIZES, *RAGGED_SIZES)
     weighted = representative_sizes(
         one_row=one_row,
         patches=g.kernel == g.stride,
         channels=ceil_div(g.in_channels_per_group, HEAD_COLUMNS if is_head else 1),
-        further=(*FURTHER_SIZES, *LARGE_MAPS) if is_head or max(g.stride) == 1 else FURTHER_SIZES,
+        further=(*further, *LARGE_MAPS) if is_head or max(g.stride) == 1 else further,
     )
     if not one_row:
         weighted += [(size, UNUSUAL) for size in FEW_IMAGES]

@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
-from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.padded_channels import Rows, pad_rows
+from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
+from tconv_swap.kernels.common.pad_rows import Rows, copies_clocks, copies_fit, pad_rows, rows_of_images
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, map_sizes
 from tconv_swap.kernels.forward.split_k import reduce_launch
@@ -43,7 +42,8 @@ def supports(problem: StridedProblem, device: Device) -> bool:
     geometry = problem.geometry
     if not grad_input_im2col_choice.supports_some_size(problem, device):
         return False
-    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
+    rows = copied_rows(problem)
+    if rows is not None and not copies_fit([rows], problem.dtype):
         return False
     pixels = geometry.batch * max(
         geometry.height * geometry.width, problem.positions[0] * problem.positions[1]
@@ -51,9 +51,10 @@ def supports(problem: StridedProblem, device: Device) -> bool:
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
 
 
-def aligned(problem: StridedProblem) -> bool:
-    """Returns whether TMA can read grad_output's rows without padding."""
-    return problem.geometry.width * problem.item % TMA_ALIGNMENT == 0
+def copied_rows(problem: StridedProblem) -> Rows | None:
+    """Returns the rows of grad_output that are copied to longer ones, or None where TMA can read them as they lie."""
+    g = problem.geometry
+    return rows_of_images(0, g.batch * g.in_channels, g.height, g.width, problem.item)
 
 
 def ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Ranked]:
@@ -72,8 +73,9 @@ def ranked_tiles(
     the fastest first."""
     if not supports(problem, device):
         return []
-    padded_bytes = 0 if aligned(problem) else _padded_bytes(problem)
-    return grad_input_im2col_choice.ranked(among, problem, device, padded_bytes)
+    rows = copied_rows(problem)
+    copied = copies_clocks([rows], problem.dtype) if rows is not None else 0.0
+    return grad_input_im2col_choice.ranked(among, problem, device, copied)
 
 
 def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
@@ -82,7 +84,9 @@ def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132)
     count = problem.grad_input_elements
     split = tile.splits > 1
     partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
-    grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)
+    rows = copied_rows(problem)
+    grad_output = input_(0) if rows is None else workspace(partial_bytes)
+    columns = problem.geometry.width if rows is None else rows.padded
     layer, shape = of_any_size(problem), tile.shape
     counts = grad_input_im2col_tile.tile_counts(problem, shape)
     main = Launch(
@@ -97,23 +101,22 @@ def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132)
             struct(1),
         ),
         shared_bytes=grad_input_im2col_tile.shared_bytes(layer, tile),
-        tensor_maps=(_grad_output_map(problem, tile, grad_output), _weight_map(problem, tile)),
+        tensor_maps=(_grad_output_map(problem, tile, grad_output, columns), _weight_map(problem, tile)),
         structs=(
             map_sizes(problem.geometry, problem.positions, counts, tile.splits),
             _shape_words(layer, tile.kernel, shape),
         ),
     )
     launches = [main]
-    if not aligned(problem):
-        padding = pad_rows(_padded_rows(problem), partial_bytes, problem.dtype)
-        launches = [padding, replace(main, overlaps_previous=True)]
+    if rows is not None:
+        launches = [pad_rows(rows, partial_bytes, problem.dtype), replace(main, overlaps_previous=True)]
     if split:
         launches.append(reduce_launch(problem, tile.splits, 0, count))
     return Part(
         FAMILY,
         f"{problem.precision} tensor cores, {tile}",
         tuple(launches),
-        partial_bytes + (0 if aligned(problem) else _padded_bytes(problem)),
+        partial_bytes + (0 if rows is None else rows.bytes(problem.dtype)),
     )
 
 
@@ -151,28 +154,12 @@ def _shape_words(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape
     )
 
 
-def _padded_width(problem: StridedProblem) -> int:
-    align = TMA_ALIGNMENT // problem.item
-    return round_up(problem.geometry.width, align)
-
-
-def _padded_bytes(problem: StridedProblem) -> int:
-    geometry = problem.geometry
-    return geometry.batch * geometry.in_channels * geometry.height * _padded_width(problem) * problem.item
-
-
-def _padded_rows(problem: StridedProblem) -> Rows:
-    """Returns the rows of grad_output (float32) as TMA can read them."""
-    g = problem.geometry
-    return Rows(0, g.batch * g.in_channels * g.height, g.width, _padded_width(problem))
-
-
-def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) -> TensorMap:
-    """Returns the tensor map of grad_output: columns (two dimensions of them, if they are blocked), rows, channels,
-    images."""
+def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument, columns: int) -> TensorMap:
+    """Returns the tensor map of grad_output, whose rows take ``columns`` elements: columns (two dimensions of them, if
+    they are blocked), rows, channels, images."""
     geometry, item = problem.geometry, problem.item
     column_block, shape = tile.shape.column_block, tile.shape
-    row = (geometry.width if aligned(problem) else _padded_width(problem)) * item
+    row = columns * item
     plane = geometry.height * row
     blocked = (column_block,) if column_block > 1 else ()
     box = (

@@ -65,12 +65,12 @@ def supports_some_size(layer: StridedProblem, device: Device) -> bool:
 
 
 def ranked(
-    among: Iterable[Schedule], problem: StridedProblem, device: Device, padded_bytes: int
+    among: Iterable[Schedule], problem: StridedProblem, device: Device, copy_clocks: float
 ) -> list[tuple[float, Im2colTile]]:
     """Returns the tiles of those kernels that compute this size and their expected clocks, the one expected to be the
-    fastest first. ``padded_bytes``: of a copy of grad_output with longer rows, or 0 if there is none."""
+    fastest first. ``copy_clocks``: of a copy of grad_output with longer rows, or 0 if there is none."""
     timed = [
-        (clocks(problem, of_tiles, tile.splits, padded_bytes), tile)
+        (clocks(problem, of_tiles, tile.splits) + copy_clocks, tile)
         for one in among
         for of_tiles, tile in best_tiles(one, problem, device)
     ]

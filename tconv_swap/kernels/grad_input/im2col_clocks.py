@@ -29,10 +29,9 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.gradients.grad_output_tile import max_of_a_bank
 
-#: Clocks of the launch; of that of common/pad_rows.cu, and of a byte that it reads or writes; of a byte of grad_output
-#: and grad_input; further ones of a byte of grad_input whose rows are no whole sectors of memory; of a byte of the
-#: weights, and of partial sums.
-LAUNCH_CLOCKS, PADDING_LAUNCH_CLOCKS, PADDED_BYTE_CLOCKS = 13000, 3000, 0.0007
+#: Clocks of the launch; of a byte of grad_output and grad_input; further ones of a byte of grad_input whose rows are no
+#: whole sectors of memory; of a byte of the weights, and of partial sums.
+LAUNCH_CLOCKS = 13000
 BYTE_CLOCKS, RAGGED_BYTE_CLOCKS = 0.00018, 0.0004
 WEIGHT_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.0006, 0.0015
 #: Clocks of a tile beside its steps; of an element that it stores with 4 bytes, and with 2 where neighbouring positions
@@ -107,9 +106,9 @@ def store_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colSha
     return TILE_CLOCKS + of_element * kernel.positions * kernel.channels
 
 
-def clocks(problem: StridedProblem, of_tiles: float, splits: int, padded_bytes: int) -> float:
-    """Returns the expected clocks of all launches. ``of_tiles``: those of the tiles. ``padded_bytes``: of a copy of
-    grad_output with longer rows, or 0 if there is none."""
+def clocks(problem: StridedProblem, of_tiles: float, splits: int) -> float:
+    """Returns the expected clocks of all launches but one that copies grad_output. ``of_tiles``: those of the
+    tiles."""
     g, outputs = problem.geometry, problem.grad_input_elements
     ragged = problem.positions[1] * problem.item % SECTOR_BYTES
     weights = g.in_channels_per_group * g.out_channels * g.taps
@@ -120,5 +119,4 @@ def clocks(problem: StridedProblem, of_tiles: float, splits: int, padded_bytes: 
         + (RAGGED_BYTE_CLOCKS * outputs * problem.item if ragged else 0)
         + WEIGHT_BYTE_CLOCKS * weights * problem.item
         + (PARTIAL_BYTE_CLOCKS * 4 * outputs * splits if splits > 1 else 0)
-        + (PADDING_LAUNCH_CLOCKS + PADDED_BYTE_CLOCKS * 2 * padded_bytes if padded_bytes else 0)
     )

@@ -15,13 +15,8 @@ from functools import lru_cache, partial
 from math import inf, log
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.padded_channels import (
-    Rows,
-    copies_clocks,
-    copies_fit,
-    padded_channels,
-    reading_copies,
-)
+from tconv_swap.kernels.common.pad_rows import Rows, copies_clocks, copies_fit
+from tconv_swap.kernels.common.padded_channels import padded_channels, reading_copies
 from tconv_swap.kernels.common.ranked import Ranked, in_turn
 from tconv_swap.kernels.common.sizes import tile_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm

@@ -15,6 +15,7 @@ from tconv_swap.kernels.common.schedules import (
     FURTHER_SIZES,
     MAX_SCHEDULES,
     ONE_PIXEL,
+    RAGGED_SIZES,
     Timed,
     representative_sizes,
     select_of_families,
@@ -117,8 +118,9 @@ def representatives(layer: Problem) -> list[Representative]:
     g = layer.geometry
     if g.height == g.width == 1:
         return [Representative(_sized(g, *size), 1.0) for size in ONE_PIXEL]
+    further = FURTHER_SIZES if layer.channels_last else (*FURTHER_SIZES, *RAGGED_SIZES)
     weighted = representative_sizes(
-        g.kernel[0] == g.stride[0] == 1, g.kernel == g.stride, g.in_channels_per_group, FURTHER_SIZES
+        g.kernel[0] == g.stride[0] == 1, g.kernel == g.stride, g.in_channels_per_group, further
     )
     found = []
     for size, weight in weighted:

@@ -12,7 +12,8 @@ from size_cases import H200
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.padded_channels import MIN_CHANNELS, Rows, padded_channels, reading_copies
+from tconv_swap.kernels.common.pad_rows import Rows
+from tconv_swap.kernels.common.padded_channels import MIN_CHANNELS, padded_channels, reading_copies
 from tconv_swap.kernels.forward import plan as forward_plan
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.problem import Problem
