@@ -369,7 +369,7 @@ def test_groups_of_few_channels_take_the_family_that_is_expected_to_be_faster() 
     for geometry, dtype, precision, channels_last, family in (
         (groups, torch.float16, "ieee", False, "implicit_gemm"),
         (groups, torch.float16, "ieee", True, "implicit_gemm"),
-        (groups, torch.float32, "tf32", False, "narrow_mma"),
+        (groups, torch.float32, "tf32", False, "implicit_gemm"),
         (groups, torch.float32, "tf32", True, "implicit_gemm"),
         (KB75, torch.float16, "ieee", False, "implicit_gemm"),
         (KB75, torch.float16, "ieee", True, "implicit_gemm"),

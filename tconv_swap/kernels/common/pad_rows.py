@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.sizes import divisor
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, input_, struct, workspace
 
-#: Clocks of the launch of a copy, and of a byte that it reads or writes, which is the rate of memory.
-COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 2570, 0.00045
 _THREADS = 256
 #: Pieces that a thread copies.
 _EACH = 4
@@ -65,4 +64,4 @@ def copies_fit(copied: Sequence[Rows], dtype: torch.dtype) -> bool:
 def copies_clocks(copied: Sequence[Rows], dtype: torch.dtype) -> float:
     """Returns the expected clocks of the launches that make the copies."""
     moved = sum(rows.count * (rows.width + rows.padded) for rows in copied) * dtype.itemsize
-    return COPY_LAUNCH_CLOCKS * len(copied) + COPIED_BYTE_CLOCKS * moved
+    return copy_clocks(moved, len(copied))

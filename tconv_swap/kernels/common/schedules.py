@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.problem import Problem
 
 #: The most kernels that compute one stage of a layer in one dtype and layout, over all sizes.
@@ -32,7 +33,10 @@ PATCHES = (8, 37, 37)
 #: Of pose networks, whose sides are no powers of two, and of photographs.
 FURTHER_SIZES = ((32, 8, 6), (12, 24, 18), (4, 512, 512))
 #: Of detection and segmentation networks in NCHW, whose images have any size: rows that are no whole pieces of memory.
-RAGGED_SIZES = ((8, 33, 33), (8, 25, 34), (4, 65, 65), (4, 50, 67), (2, 129, 129), (1, 257, 257))
+#: Most networks pad their images, so they are unusual.
+RAGGED_SIZES: tuple[tuple[int, int, int], ...] = (
+    *((8, 33, 33), (8, 25, 34), (4, 65, 65), (4, 50, 67), (2, 129, 129), (1, 257, 257)),
+)
 #: Of networks that are served with few images; they are unusual.
 FEW_IMAGES = ((1, 7, 7), (4, 8, 8), (2, 13, 13))
 SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
@@ -136,12 +140,17 @@ def _weight_of(layer: Problem, geometry: Geometry) -> float:
 
 
 def representative_sizes(
-    one_row: bool, patches: bool, channels: int, further: Sequence[tuple[int, int, int]] = ()
+    one_row: bool,
+    patches: bool,
+    channels: int,
+    further: Sequence[tuple[int, int, int]] = (),
+    unusual: Sequence[tuple[int, int, int]] = (),
 ) -> list[tuple[tuple[int, int, int], float]]:
     """Returns batch, rows and columns of the maps that represent all sizes of a layer, and the weight of each.
 
     ``one_row``: the layer is of one dimension. ``patches``: its kernel is its stride. ``channels``: those of a group
-    that usual numbers of columns go with; ``further``: other maps.
+    that usual numbers of columns go with; ``further``: other maps; ``unusual``: others that are so whatever their
+    columns.
     """
     if one_row:
         rows = (*SIZES_OF_ONE_ROW, *MORE_SIZES_OF_ONE_ROW)
@@ -151,7 +160,14 @@ def representative_sizes(
     for size in (*SIZES, *MORE_SIZES, *further):
         usual = least <= channels * size[2] <= most
         found.append((size, (SINGLE if size[0] == 1 else 1.0) * (1.0 if usual else UNUSUAL)))
+    found += [(size, UNUSUAL) for size in unusual]
     return [*found, (PATCHES, 1.0)] if patches else found
+
+
+def ragged_sizes(channels_last: bool, stride: int, element_bytes: int) -> tuple[tuple[int, int, int], ...]:
+    """Returns the maps at which rows of grad_output are no whole pieces of memory; ``stride``: of columns."""
+    whole = channels_last or stride * element_bytes % TMA_ALIGNMENT == 0
+    return () if whole else RAGGED_SIZES
 
 
 class Timed(NamedTuple):

@@ -3,13 +3,15 @@ layer, and the one that computes a size. Pure functions of data.
 
 The constants are fitted to 26,087 times of csrc/kernels/forward/implicit_gemm_{mma,wgmma,tma,tma_nchw}.cu on H100s, in
 clocks of 1.7 GHz, and those of large maps to 2,563 more; the standard deviation of the logarithm is 0.13, of large maps
-0.18 (docs/selection-forward.md).
+0.18 (docs/selection.md).
 """
 
 from __future__ import annotations
 
 from math import gcd
 
+from tconv_swap.kernels.common.copy_clocks import copy_clocks
+from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     copied_elements,
@@ -19,22 +21,17 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
 )
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Clocks of the launches, and of the one that copies an NCHW input to channels_last.
-LAUNCH_CLOCKS, COPY_LAUNCH_CLOCKS = 13800, 2570
+#: Clocks of the launches.
+LAUNCH_CLOCKS = 13800
 #: How many times as fast a plan has to be that copies its input: the copy takes memory.
 COPY_MARGIN = 1.03
-#: Clocks of a byte of input and output; of a byte of the weights that is read or written to pack them, of a byte that
-#: is read or written to copy an input, and of a byte of partial sums.
-BYTE_CLOCKS, PACKED_BYTE_CLOCKS, COPIED_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = (
-    0.000341,
-    0.000728,
-    0.000684,
-    0.00127,
-)
-#: Further clocks of a byte of NCHW output whose rows are no whole sectors of memory (of SECTOR_BYTES): where threads
-#: load the input of wgmma, where they transpose it, and elsewhere; by wgmma and without transposing also with more than
-#: NEAR_BYTES of input and output, which the L2 has not always.
-SECTOR_BYTES, NEAR_BYTES = 32, 48 << 20
+#: Clocks of a byte of input and output; of a byte of the weights that is read or written to pack them, and of partial
+#: sums.
+BYTE_CLOCKS, PACKED_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.000341, 0.000728, 0.00127
+#: Further clocks of a byte of NCHW output whose rows are no whole sectors of memory: where threads load the input of
+#: wgmma, where they transpose it, and elsewhere; by wgmma and without transposing also with more than NEAR_BYTES of
+#: input and output, which the L2 has not always.
+NEAR_BYTES = 48 << 20
 RAGGED_OF_THREADS, RAGGED_TRANSPOSED, RAGGED_BYTE_CLOCKS = 0.000169, 0.000318, 0.000657
 RAGGED_FAR = 0.00048
 #: Clocks of a byte of input for each further group of output channels whose blocks read it, where threads load it.
@@ -54,12 +51,12 @@ LONE_BLOCK = 0.567
 GROUPS = 1.21
 
 #: Loaded by the copy engine: clocks of a tile, of each position of a dense tile, whose outputs' places are computed by
-#: divisions, and of a byte of a stage's input; how many times as long the latter takes whose pixels are no whole lines
-#: of memory (of LINE_BYTES), and of narrow maps, which are loaded once for each shift; the share of the shorter one of
+#: divisions, and of a byte of a stage's input; how many times as long the latter takes whose pixels are no whole
+#: sectors of memory, and of narrow maps, which are loaded once for each shift; the share of the shorter one of
 #: loads and multiplies that does not overlap with the other one; and how many times as long the loop takes with weights
 #: that are read in their own layout (whose sums are stored slower), and with two stages.
 TILE_CLOCKS, DENSE_CLOCKS, INPUT_BYTE_CLOCKS = 215, 7.05, 0.0161
-RAGGED_PIXELS, LINE_BYTES, NARROW, NOT_OVERLAPPED = 2.27, 128, 1.4, 0.317
+RAGGED_PIXELS, NARROW, NOT_OVERLAPPED = 2.27, 1.4, 0.317
 OWN_LAYOUT, TWO_STAGES = 1.08, 1.31
 
 #: Loaded by threads, by wgmma: clocks of a copy of a thread and of a byte that it copies, and how many times as long
@@ -122,7 +119,7 @@ def expected_clocks(problem: TileProblem, tile: Tile, multiprocessors: int) -> f
     if tile.splits > 1:
         clocks += PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits
     if problem.nhwc_copy:
-        clocks += COPY_LAUNCH_CLOCKS + COPIED_BYTE_CLOCKS * 2 * inputs * problem.item
+        clocks += copy_clocks(2 * inputs * problem.item)
         clocks *= COPY_MARGIN
     return clocks
 
@@ -186,7 +183,7 @@ def _loop_of_tma(problem: TileProblem, tile: Tile, multiply: float, weights: flo
     """Returns the clocks in which the copy engine loads a tile and a block multiplies it."""
     if _weight_bytes(problem) > LARGE_WEIGHTS:
         weights *= FAR_WEIGHTS
-    ragged = problem.geometry.in_channels * problem.item % LINE_BYTES
+    ragged = problem.geometry.in_channels * problem.item % SECTOR_BYTES
     inputs = INPUT_BYTE_CLOCKS * loaded_pixels(problem, tile) * summed * problem.item
     inputs *= (RAGGED_PIXELS if ragged else 1.0) * (NARROW if _is_narrow(problem, tile) else 1.0)
     multiply, loads = MULTIPLY_CLOCKS * multiply, weights + inputs

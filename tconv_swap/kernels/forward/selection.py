@@ -165,12 +165,12 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
         return [_sized(layer, batch, 1, 1) for batch in ONE_PIXEL_BATCHES], list(ONE_PIXEL_BATCHES.values())
     one_row = g.kernel[0] == g.stride[0] == 1 < g.kernel[1] and g.padding[0] == 0
     is_head = g.out_channels <= FEW_CHANNELS
-    further = FURTHER_SIZES if layer.input_channels_last else (*FURTHER_SIZES, *RAGGED_SIZES)
     weighted = representative_sizes(
         one_row=one_row,
         patches=g.kernel == g.stride,
         channels=ceil_div(g.in_channels_per_group, HEAD_COLUMNS if is_head else 1),
-        further=(*further, *LARGE_MAPS) if is_head or max(g.stride) == 1 else further,
+        further=(*FURTHER_SIZES, *LARGE_MAPS) if is_head or max(g.stride) == 1 else FURTHER_SIZES,
+        unusual=() if layer.input_channels_last else RAGGED_SIZES,
     )
     if not one_row:
         weighted += [(size, UNUSUAL) for size in FEW_IMAGES]

@@ -30,9 +30,10 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.gradients.grad_output_tile import max_of_a_bank
 
 #: Clocks of the launch; of a byte of grad_output and grad_input; further ones of a byte of grad_input whose rows are no
-#: whole sectors of memory; of a byte of the weights, and of partial sums.
+#: whole sectors of memory, and of an element of rows of an odd number of columns; of a byte of the weights, and of
+#: partial sums.
 LAUNCH_CLOCKS = 13000
-BYTE_CLOCKS, RAGGED_BYTE_CLOCKS = 0.00018, 0.0004
+BYTE_CLOCKS, RAGGED_BYTE_CLOCKS, ODD_ROW_CLOCKS = 0.00018, 0.0004, 0.0018
 WEIGHT_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.0006, 0.0015
 #: Clocks of a tile beside its steps; of an element that it stores with 4 bytes, and with 2 where neighbouring positions
 #: are not paired.
@@ -117,6 +118,7 @@ def clocks(problem: StridedProblem, of_tiles: float, splits: int) -> float:
         + of_tiles
         + BYTE_CLOCKS * problem.moved_bytes
         + (RAGGED_BYTE_CLOCKS * outputs * problem.item if ragged else 0)
+        + (ODD_ROW_CLOCKS * outputs if problem.positions[1] % 2 else 0)
         + WEIGHT_BYTE_CLOCKS * weights * problem.item
         + (PARTIAL_BYTE_CLOCKS * 4 * outputs * splits if splits > 1 else 0)
     )

@@ -18,10 +18,10 @@ from tconv_swap.kernels.grad_input.implicit_gemm_registers import phases_ahead, 
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Clocks of both launches; of a byte of grad_output and grad_input; further ones of a byte of an NCHW grad_input of an
-#: odd number of columns, which is stored one element at a time; of a byte of the weights that is read or written to
+#: Clocks of both launches; of a byte of grad_output and grad_input; further ones of an element of an NCHW grad_input of
+#: an odd number of columns, which is stored one element at a time; of a byte of the weights that is read or written to
 #: pack them; of a byte of partial sums.
-LAUNCH_CLOCKS, BYTE_CLOCKS, ODD_BYTE_CLOCKS = 17300, 0.00039, 0.00093
+LAUNCH_CLOCKS, BYTE_CLOCKS, ODD_ROW_CLOCKS = 17300, 0.00039, 0.001
 PACKED_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.00176, 0.00094
 #: Multiply-adds of a multiprocessor in a clock for each element of a word of 32 bits; the clocks that a multiply takes
 #: over those, by wgmma and by mma.sync, and how many times as long the three products of float32 take.
@@ -71,7 +71,7 @@ def clocks(problem: StridedProblem, tile: Tile, device: Device, of_block: float 
         LAUNCH_CLOCKS
         + rounds * of_block
         + BYTE_CLOCKS * problem.moved_bytes
-        + (ODD_BYTE_CLOCKS * outputs * problem.item if odd else 0)
+        + (ODD_ROW_CLOCKS * outputs if odd else 0)
         + PACKED_BYTE_CLOCKS * 2 * weights * problem.item * problem.parts
         + (PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits if tile.splits > 1 else 0)
     )

@@ -6,6 +6,7 @@ The constants are fitted to 4,982 times of an H100, in clocks of 1.7 GHz; the st
 
 from __future__ import annotations
 
+from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_shape import ROW_BYTES, TmaTile, box_pixels
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import chunks, phase_count, work_count
@@ -16,10 +17,10 @@ LAUNCH_CLOCKS, BYTE_CLOCKS, WEIGHT_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 14500, 0.0
 TILE_CLOCKS = 700
 #: Clocks of a multiply of 64 positions by 256 channels, for one tap of one chunk.
 MULTIPLY_CLOCKS = 460
-#: Clocks of a byte of a stage's input, and how many times as long it takes whose pixels are no whole lines of memory
-#: (of LINE_BYTES); of a byte of a stage's weights, with one consumer and with two, which load at the same time; and how
+#: Clocks of a byte of a stage's input, and how many times as long it takes whose pixels are no whole sectors of memory;
+#: of a byte of a stage's weights, with one consumer and with two, which load at the same time; and how
 #: many times as long weights of more than LARGE_WEIGHTS bytes take, which the L2 has not always.
-INPUT_BYTE_CLOCKS, RAGGED_PIXELS, LINE_BYTES = 0.004, 7.0, 128
+INPUT_BYTE_CLOCKS, RAGGED_PIXELS = 0.004, 13.0
 STAGE_WEIGHT_BYTE_CLOCKS, STAGE_WEIGHT_BYTE_CLOCKS_TWO = 0.017, 0.0241
 LARGE_WEIGHTS, FAR_WEIGHTS = 16 << 20, 1.4
 #: Clocks of a byte that a tile stores in NCHW and in channels_last. Of two consumers one multiplies while the other
@@ -36,7 +37,7 @@ def tile_clocks(problem: StridedProblem, tile: TmaTile, of_several: bool = True)
     weight_byte = STAGE_WEIGHT_BYTE_CLOCKS_TWO if takes_turns else STAGE_WEIGHT_BYTE_CLOCKS
     if _weight_bytes(problem) > LARGE_WEIGHTS:
         weight_byte *= FAR_WEIGHTS
-    ragged = geometry.in_channels * problem.item % LINE_BYTES
+    ragged = geometry.in_channels * problem.item % SECTOR_BYTES
     input_byte = INPUT_BYTE_CLOCKS * (RAGGED_PIXELS if ragged else 1.0)
     pixels = phase_count(problem, tile) * box_pixels(problem, tile)
     load = (weight_byte * geometry.taps * tile.channels + input_byte * pixels) * ROW_BYTES

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, transpose
 from tconv_swap.kernels.common.ranked import Ranked
@@ -22,9 +23,6 @@ from tconv_swap.runtime.program import Part, input_, workspace
 FAMILY = f"nchw_to_nhwc, {grad_input_tma.FAMILY}"
 #: The copy engine loads multiples of so many channels of 16 bits.
 TMA_CHANNELS = 8
-#: Clocks of a launch that copies, and of a byte that it reads or writes (fitted to 810 times of an H100, in clocks of
-#: 1.7 GHz).
-COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 2700, 0.00064
 
 
 def supports_some_size(layer: StridedProblem, device: Device) -> bool:
@@ -89,11 +87,7 @@ def expected(problem: StridedProblem, of_tiles: float, copied_share: float = 1.0
     """Returns the expected clocks of the launches that compute (``of_tiles``) and of those that copy the weight and
     grad_output. ``copied_share``: of the copy of grad_output; 0 if it is copied already."""
     grad_output, weight = _copied_bytes(problem)
-    return (
-        of_tiles
-        + COPY_LAUNCH_CLOCKS * (1 + copied_share)
-        + COPIED_BYTE_CLOCKS * 2 * (weight + copied_share * grad_output)
-    )
+    return of_tiles + copy_clocks(2 * (weight + copied_share * grad_output), 1 + copied_share)
 
 
 def _copied_bytes(problem: StridedProblem) -> tuple[int, int]:

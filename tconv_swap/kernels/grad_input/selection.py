@@ -14,8 +14,8 @@ from tconv_swap.kernels.common.one_pixel import kernels_of_gradient
 from tconv_swap.kernels.common.schedules import (
     MAX_SCHEDULES,
     ONE_PIXEL,
-    RAGGED_SIZES,
     Timed,
+    ragged_sizes,
     representative_sizes,
     select_of_families,
 )
@@ -197,9 +197,11 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
         return [sized(layer, *size) for size in ONE_PIXEL], [1.0] * len(ONE_PIXEL)
     found: list[StridedProblem] = []
     weights: list[float] = []
-    further = () if layer.input_channels_last else RAGGED_SIZES
     for size, weight in representative_sizes(
-        layer.one_row, layer.geometry.kernel == layer.step, layer.geometry.out_channels_per_group, further
+        layer.one_row,
+        layer.geometry.kernel == layer.step,
+        layer.geometry.out_channels_per_group,
+        unusual=ragged_sizes(layer.input_channels_last, layer.step[1], layer.item),
     ):
         # Layers have the smallest grad_output of a size, or one whose columns are whole strides: in NCHW other kernels
         # load its rows. Vocoders multiply the length of their input.

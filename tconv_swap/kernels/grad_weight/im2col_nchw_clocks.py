@@ -8,6 +8,7 @@ The constants are fitted to 1,883 times of an H100, in clocks of 1.7 GHz; the st
 from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     BOX_PIXELS,
@@ -30,10 +31,8 @@ from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, 
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div
 
-#: Clocks of the launches; of a byte of both tensors, of partial sums, and of the gradient; of a launch that copies a
-#: tensor, and of a byte that it reads or writes.
+#: Clocks of the launches; of a byte of both tensors, of partial sums, and of the gradient.
 LAUNCH_CLOCKS, BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS, GRADIENT_BYTE_CLOCKS = 16100, 0.000164, 0.00166, 0.0048
-COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 4200, 0.00079
 #: Clocks of a stage beside its work; of a warpgroup's step, and for each column and tile of 64 rows; of a row of a box,
 #: and of its bytes.
 STAGE_CLOCKS, STEP_CLOCKS, COLUMN_CLOCKS, ROW_CLOCKS, LOADED_BYTE_CLOCKS = 164, 16.7, 0.174, 0.395, 0.0147
@@ -108,6 +107,5 @@ def fixed_clocks(geometry: Geometry, stage: Stage) -> float:
         LAUNCH_CLOCKS
         + BYTE_CLOCKS * tensor_bytes(geometry, 4)
         + GRADIENT_BYTE_CLOCKS * weight_bytes(geometry)
-        + COPY_LAUNCH_CLOCKS * copies
-        + COPIED_BYTE_CLOCKS * 2 * copied_bytes(geometry, stage)
+        + copy_clocks(2 * copied_bytes(geometry, stage), copies)
     )

@@ -69,8 +69,8 @@ def supports(problem: Problem, device: Device) -> bool:
     g = problem.geometry
     if problem.dtype not in HALF_DTYPES or device.architecture != "sm_90a" or not problem.channels_last:
         return False
-    # A pixel's channels, and those of a group, begin at multiples of 16 bytes: a box that begins elsewhere is an illegal
-    # instruction.
+    # A pixel's channels, and those of a group, begin at multiples of 16 bytes: a box that begins elsewhere is an
+    # illegal instruction.
     if (g.in_channels_per_group | g.out_channels_per_group) * 2 % TMA_ALIGNMENT or max(g.stride) > MAX_STEP:
         return False
     min_in = _MIN_IN_WITH_GAPS if has_gaps(problem) else _MIN_IN

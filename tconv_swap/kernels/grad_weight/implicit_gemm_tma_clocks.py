@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, weight_tiles
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
@@ -31,9 +32,9 @@ from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 LAUNCH_CLOCKS, REDUCTION_CLOCKS = 10300, 5000
 BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS, GRADIENT_BYTE_CLOCKS = 0.000316, 0.00057, 0.00047
 #: Clocks of a tile beside its work; of its multiplies over those of the tensor cores; of a byte of a stage, and how
-#: many times as long it takes where pixels are no whole lines of memory (of LINE_BYTES).
+#: many times as long it takes where pixels are no whole sectors of memory.
 TILE_CLOCKS, MULTIPLY_CLOCKS, LOADED_BYTE_CLOCKS = 79, 0.856, 0.00151
-RAGGED_PIXELS, LINE_BYTES = 5.0, 128
+RAGGED_PIXELS = 5.0
 #: The pixels of a tap are a stride of columns apart: for each column above 2, the share by which a byte of grad_output
 #: takes longer, over the boxes of its channels, which lie side by side.
 FAR = 0.87
@@ -62,7 +63,7 @@ def work_of(problem: Problem, tma_tile: TmaTile) -> Work:
     """Returns the work of a tile."""
     g, tile = problem.geometry, tma_tile.tile
     steps = tile.threads // 128 * tile.warp_taps * tile.pixels / STEP_PIXELS
-    ragged = any(channels * 2 % LINE_BYTES for channels in (g.in_channels, g.out_channels))
+    ragged = any(channels * 2 % SECTOR_BYTES for channels in (g.in_channels, g.out_channels))
     of_input = tma_tile.input_blocks * tile.pixels * ROW_BYTES
     far = 1 + FAR * max(0, g.stride[1] - 2) / tma_tile.channel_blocks
     loaded = of_input + far * (stage_bytes(problem, tma_tile) - of_input)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices
 from tconv_swap.kernels.common.ranked import Ranked
@@ -16,10 +17,6 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import tensor_bytes
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import ranked as ranked_schedules
 from tconv_swap.kernels.problem import Device, Problem
-
-#: Clocks of a launch that copies, and of a byte that it reads or writes (fitted to 1,042 times of an H100, in clocks of
-#: 1.7 GHz; docs/selection.md).
-COPY_LAUNCH_CLOCKS, COPIED_BYTE_CLOCKS = 4200, 0.00064
 
 
 def supports_some_size(layer: Problem, device: Device) -> bool:
@@ -69,8 +66,4 @@ def expected(geometry: Geometry, of_product: float, copied_share: float = 1.0) -
     grad_output. ``copied_share``: of the copy of grad_output, which the gradient of the input may read too."""
     of_input = 2 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
     of_grad_output = tensor_bytes(geometry, 2) - of_input
-    return (
-        of_product
-        + COPY_LAUNCH_CLOCKS * (1 + copied_share)
-        + COPIED_BYTE_CLOCKS * 2 * (of_input + copied_share * of_grad_output)
-    )
+    return of_product + copy_clocks(2 * (of_input + copied_share * of_grad_output), 1 + copied_share)

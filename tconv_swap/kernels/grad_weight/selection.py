@@ -15,8 +15,8 @@ from tconv_swap.kernels.common.schedules import (
     FURTHER_SIZES,
     MAX_SCHEDULES,
     ONE_PIXEL,
-    RAGGED_SIZES,
     Timed,
+    ragged_sizes,
     representative_sizes,
     select_of_families,
 )
@@ -118,9 +118,12 @@ def representatives(layer: Problem) -> list[Representative]:
     g = layer.geometry
     if g.height == g.width == 1:
         return [Representative(_sized(g, *size), 1.0) for size in ONE_PIXEL]
-    further = FURTHER_SIZES if layer.channels_last else (*FURTHER_SIZES, *RAGGED_SIZES)
     weighted = representative_sizes(
-        g.kernel[0] == g.stride[0] == 1, g.kernel == g.stride, g.in_channels_per_group, further
+        g.kernel[0] == g.stride[0] == 1,
+        g.kernel == g.stride,
+        g.in_channels_per_group,
+        FURTHER_SIZES,
+        ragged_sizes(layer.channels_last, g.stride[1], layer.dtype.itemsize),
     )
     found = []
     for size, weight in weighted:

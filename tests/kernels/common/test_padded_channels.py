@@ -65,7 +65,7 @@ def test_only_the_copies_are_read(layer: Geometry, weight_last: bool) -> None:
         assert not rest[0].overlaps_previous
         places = [a.value for one in pads for a in one.operands if a.kind is ArgumentKind.WORKSPACE]
         ends = [
-            at + 2 * count * padded for at, (count, _, padded, *_) in zip(places, copies(pads), strict=True)
+            at + 16 * count * pieces for at, (count, _, pieces, *_) in zip(places, copies(pads), strict=True)
         ]
         assert places[0] < ends[0] <= places[1] < ends[1] <= made.workspace_bytes
 
@@ -82,9 +82,9 @@ def test_copies_have_whole_pieces_of_the_tensors(layer: Geometry) -> None:
         (grad_input_of(g), (g.output_shape, g.weight_shape), g.out_channels),
     ):
         wide = -(-channels // 8) * 8
-        for (rows, width, padded, *_), shape in zip(copies(made.launches[:2]), shapes, strict=True):
+        for (rows, width, pieces, *_), shape in zip(copies(made.launches[:2]), shapes, strict=True):
             assert rows * width == torch.Size(shape).numel()
-            assert padded * channels == width * wide
+            assert 8 * pieces * channels == width * wide
 
 
 def test_the_launch_after_the_copies_waits_for_them() -> None:

@@ -37,7 +37,7 @@ Case = tuple[TileProblem, Tile]
 #: phase groups, channels that are no whole lines or pieces, weights of 16 MiB and more, odd rows, groups, wide kernels,
 #: few tiles, many phases, single outputs of flat problems, and many copies of a thread.
 VARIED = (
-    Geometry(40, 96, 14, 13, 40, (4, 4), (2, 2), (1, 1)),
+    Geometry(40, 72, 14, 13, 40, (4, 4), (2, 2), (1, 1)),
     Geometry(16, 1024, 8, 8, 640, (4, 4), (2, 2), (1, 1)),
     Geometry(3, 128, 31, 30, 66, (5, 5), (3, 3), (1, 1)),
     Geometry(8, 256, 32, 32, 160, (2, 2), (2, 2)),
@@ -220,8 +220,6 @@ def reads_again(problem: TileProblem, tile: Tile) -> bool:
 
 #: Where some of the constants count.
 WHERE: dict[str, Callable[[TileProblem, Tile], bool]] = {
-    "COPY_LAUNCH_CLOCKS": lambda problem, _: problem.nhwc_copy,
-    "COPIED_BYTE_CLOCKS": lambda problem, _: problem.nhwc_copy,
     "COPY_MARGIN": lambda problem, _: problem.nhwc_copy,
     "BYTE_CLOCKS": lambda *_: True,
     "RAGGED_OF_THREADS": lambda *one: is_ragged(*one) and by_threads(one[1]),

@@ -35,13 +35,14 @@ def maps(layer: TileProblem) -> Iterator[tuple[Size, float]]:
 @pytest.mark.parametrize(("name", "usual"), [("cyclegan1", range(8, 129)), ("dcgan2", range(4, 65))])
 def test_the_weights_of_representative_sizes(name: str, usual: range, channels_last: bool) -> None:
     """Unusual columns and single images count less."""
+    ragged = () if channels_last else schedules.RAGGED_SIZES
     assert list(maps(layer_of(BY_NAME[name], channels_last))) == [
         (
             size,
             (1.0 if size[2] in usual else schedules.UNUSUAL) * (schedules.SINGLE if size[0] == 1 else 1.0),
         )
         for size in (*schedules.SIZES, *schedules.MORE_SIZES, *schedules.FURTHER_SIZES)
-    ] + [(size, schedules.UNUSUAL) for size in schedules.FEW_IMAGES]
+    ] + [(size, schedules.UNUSUAL) for size in (*ragged, *schedules.FEW_IMAGES)]
 
 
 def test_rows_pixels_and_patches_have_sizes_of_their_own() -> None:
@@ -86,7 +87,8 @@ def test_sizes_without_outputs_do_not_count() -> None:
     """With 8 rows and columns of padding, maps of 7 have none."""
     layer = layer_of(Geometry(1, 64, 32, 32, 64, (3, 3), (2, 2), (8, 8)))
     every = [size for size, _ in maps(layer)]
-    given = (*schedules.SIZES, *schedules.MORE_SIZES, *schedules.FURTHER_SIZES, *schedules.FEW_IMAGES)
+    further = (*schedules.FURTHER_SIZES, *schedules.RAGGED_SIZES, *schedules.FEW_IMAGES)
+    given = (*schedules.SIZES, *schedules.MORE_SIZES, *further)
     assert every == [size for size in given if min(size[1:]) >= 8]
     assert kernels_of(layer, H200).implicit_gemm[0].computes_any_size
 

@@ -38,6 +38,7 @@ AUXILIARY = (
     "forward_narrow_mma_pack",
     "forward_stride1_pack",
     "nchw_to_nhwc",
+    "pad_rows",
     "forward_implicit_gemm_split_k",
 )
 #: The layer is an argument of this kernel, too: there is one for each dtype, whatever the layers are.

@@ -23,7 +23,7 @@ from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
-from tconv_swap.kernels.grad_input.selection import kernels_of, representatives
+from tconv_swap.kernels.grad_input.selection import kernels_for, kernels_of, representatives
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
@@ -294,7 +294,7 @@ def test_small_tiles_of_wgmma_come_before_those_of_mma_where_large_ones_are_few(
     for batch, side in ((83, 14), (16, 32)):
         geometry = Geometry(batch, 128, side, side, 64, (4, 4), (2, 2), (1, 1))
         problem = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
-        found = kernels_of(of_any_size(problem), H200).implicit_gemm
+        found = kernels_for(problem, H200).implicit_gemm
         (_, _, tile), *_ = grad_input_choice.ranked(found, problem, H200)
         assert tile.wgmma
 

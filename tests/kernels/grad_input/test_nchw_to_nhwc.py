@@ -13,6 +13,7 @@ from harness import assert_kernel_matches
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhwc
@@ -104,11 +105,9 @@ def test_a_copy_that_is_there_already_counts_no_more() -> None:
     alone = ranked(posed)
     shared = grad_input_nchw_to_nhwc.ranked_from_copies(every_kernel(posed), posed, H200)
     copied_bytes = 2 * math.prod(posed.geometry.output_shape)
-    least = grad_input_nchw_to_nhwc.COPY_LAUNCH_CLOCKS
     assert len(alone) == len(shared) > 1
     for one, other in zip(alone, shared, strict=True):
-        saved = least + 2 * copied_bytes * grad_input_nchw_to_nhwc.COPIED_BYTE_CLOCKS
-        assert one.clocks - other.clocks == pytest.approx(saved)
+        assert one.clocks - other.clocks == pytest.approx(copy_clocks(2 * copied_bytes))
         # The weight is copied by another launch as well, whose clocks count.
         *copies, main = (launch.kernel.entry for launch in one.make().launches[:3])
         assert [copies, main] == [["nchw_to_nhwc"] * 2, "grad_input_implicit_gemm_tma"]
@@ -118,9 +117,7 @@ def test_a_copy_that_is_there_already_counts_no_more() -> None:
     of_all, of_weight = (grad_input_nchw_to_nhwc.expected(convolution, 1000.0, share) for share in (1.0, 0.0))
     assert half == pytest.approx((of_all + of_weight) / 2)
     weight_bytes = 2 * math.prod(posed.geometry.weight_shape)
-    assert of_weight == pytest.approx(
-        1000 + least + 2 * weight_bytes * grad_input_nchw_to_nhwc.COPIED_BYTE_CLOCKS
-    )
+    assert of_weight == pytest.approx(1000 + copy_clocks(2 * weight_bytes))
 
 
 def test_copies_for_the_gradient_of_the_input_alone_follow_the_sums_of_splits() -> None:

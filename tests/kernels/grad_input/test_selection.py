@@ -155,7 +155,7 @@ def test_the_kernels_of_a_layer_are_always_the_same(name: str) -> None:
 
 
 def test_the_weights_of_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = layer_of("cyclegan1", MODES[0])
+    layer = layer_of("dcgan3", MODES[0])
     sizes, weights = representatives(layer)
 
     def regret(kernels: Kernels) -> float:

@@ -36,6 +36,7 @@ def test_the_weights_of_representative_sizes(name: str, usual: range, channels_l
             * (schedules.SINGLE if size[0] == 1 else 1.0)
             for size in every
         }
+        | ({} if channels_last else dict.fromkeys(schedules.RAGGED_SIZES, schedules.UNUSUAL))
     )
 
 

@@ -284,7 +284,7 @@ def clocks_as_they_lie(problem: plan.Problem, with_bias: bool) -> float:
 def test_copies_are_taken_exactly_where_they_are_expected_to_be_faster() -> None:
     """Alone and with the gradient of the input, which then reads the same copy of grad_output."""
     rng, taken = random.Random(2), []
-    for name, _ in itertools.product(("cyclegan1", "cyclegan2", "sam_up1"), range(10)):
+    for name, _ in itertools.product(("cyclegan1", "unet4", "sam_up1"), range(10)):
         problem = posed(random_sizes(rng, BY_NAME[name]))
         copies = [one.clocks for one in grad_weight_implicit_gemm.ranked_from_copies(problem, H200)]
         direct = [one.clocks for one in grad_input_implicit_gemm.ranked(problem, H200)]

@@ -73,7 +73,7 @@ def test_what_pytorch_computes_in_float32_is_computed_so_where_tf32_is_allowed(
 def test_larger_tiles_compute_groups_where_they_are_expected_to_be_faster() -> None:
     """At stride 1 those of the forward pass do, and a layer has the kernels of one family, whatever its sizes."""
     eights = Geometry(8, 64, 32, 32, 64, (3, 3), (1, 1), (1, 1), groups=8)
-    narrower = Geometry(8, 192, 32, 32, 64, (3, 3), (1, 1), (1, 1), groups=8)
+    narrower = Geometry(8, 64, 32, 32, 32, (3, 3), (1, 1), (1, 1), groups=8)
     strided = replace(eights, stride=(2, 2))
     for layer, dtype, channels_last, family in (
         (eights, torch.float16, True, "implicit_gemm"),
