@@ -1,7 +1,7 @@
 """The clocks that tiles of csrc/kernels/forward/stride1.cu are expected to take for a size. Pure functions of data.
 
 The constants are fitted to 1,384 times on H100s, of outputs and gradients of inputs, in clocks of 1.7 GHz; the standard
-deviation of the logarithm is 0.11 without 17 of them, most of which are stalls of a host (docs/selection-forward.md).
+deviation of the logarithm is 0.11 without 17 of them, most of which are stalls of a host (docs/selection.md).
 """
 
 from __future__ import annotations
