@@ -61,15 +61,19 @@ def _summary(rows: Sequence[Found]) -> dict[str, Any]:
 DOUBLES = Sweep[Number, Doubled, Found]("doubles", double, _make, Found, str, _report, _summary)
 
 
-def test_a_run_in_processes_and_its_continuation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that start faster than spawned ones, and a GPU that nothing uses."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.sweep"])
     for module in (sweep, measuring_process):
         monkeypatch.setattr(module, "get_context", lambda _: context)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_run_in_processes_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = make_parser("numbers", "", 60.0)
     path = tmp_path / "rows.json"
     tasks = shuffled([Number(value) for value in range(8)], 1)
@@ -91,15 +95,10 @@ def test_a_run_in_processes_and_its_continuation(
     assert DOUBLES.read(options) is None
 
 
+@pytest.mark.usefixtures("pretended_gpu")
 def test_tasks_that_are_prepared_on_one_machine_and_measured_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.sweep"])
-    for module in (sweep, measuring_process):
-        monkeypatch.setattr(module, "get_context", lambda _: context)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
     parser = make_parser("numbers", "", 60.0)
     rows, plans = tmp_path / "rows.json", tmp_path / "plans"
     tasks = [Number(value) for value in range(6)]
