@@ -221,9 +221,10 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         measured."""
         begin = time.monotonic()
         device = torch.device("cuda", torch.cuda.current_device())
+        ready = sweep_prepared.read(options.prepared, self.name) if options.prepared else None
         settings = {
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit_of_tree(),
+            "commit": commit_of_tree() if ready is None else ready.commit,
             "part": str(options.part),
             **settings,
         }
@@ -238,9 +239,7 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
             complete = self.run(
                 waiting,
                 results,
-                partial(sweep_prepared.read, options.prepared, self.name)
-                if options.prepared
-                else partial(prepared, pool, self.prepare),
+                partial(prepared, pool, self.prepare) if ready is None else ready.of,
                 process,
                 options.json,
                 lambda: options.seconds - (time.monotonic() - begin),
