@@ -3,6 +3,7 @@ size. Pure functions of data."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from operator import attrgetter
 
@@ -79,7 +80,7 @@ def _as_they_lie(kernels: Kernels, problem: Problem, has_bias: bool, device: Dev
         parts = [
             Ranked(clocks, partial(family.lower, problem, has_bias, tile, device))
             for clocks, tile in timed
-            if clocks < float("inf")
+            if clocks < math.inf
         ]
         found.append(sorted(parts, key=attrgetter("clocks")))
     return found
