@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
+from size_cases import random_output_padding
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
@@ -61,10 +62,7 @@ def random_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
             kernel,
             stride,
             (rng.randint(0, 3), rng.randint(0, 3)),
-            (
-                rng.randint(0, max(stride[0], dilation[0]) - 1),
-                rng.randint(0, max(stride[1], dilation[1]) - 1),
-            ),
+            random_output_padding(rng, stride, dilation),
             dilation,
             groups,
         )

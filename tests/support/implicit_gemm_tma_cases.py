@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import torch
+from size_cases import random_output_padding
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
@@ -44,12 +45,7 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             kernel,
             stride,
             padding,
-            (0, 0)
-            if rng.random() < 0.5
-            else (
-                rng.randint(0, max(stride[0], dilation[0]) - 1),
-                rng.randint(0, max(stride[1], dilation[1]) - 1),
-            ),
+            (0, 0) if rng.random() < 0.5 else random_output_padding(rng, stride, dilation),
             dilation,
             groups,
         )

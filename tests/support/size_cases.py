@@ -76,6 +76,14 @@ def quotient(words: sizes.Words, n: int) -> int:
     return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
 
 
+def random_output_padding(
+    rng: random.Random, stride: tuple[int, int], dilation: tuple[int, int]
+) -> tuple[int, int]:
+    """Returns rows and columns of output_padding, which have to be fewer than the stride or the dilation."""
+    rows, columns = (rng.randint(0, max(both) - 1) for both in zip(stride, dilation, strict=True))
+    return rows, columns
+
+
 def random_layer(rng: random.Random) -> Geometry:
     while True:
         groups = rng.choice((1, 1, 2, 3))
@@ -90,10 +98,7 @@ def random_layer(rng: random.Random) -> Geometry:
             kernel,
             stride,
             (rng.randint(0, 2), rng.randint(0, 2)),
-            (
-                rng.randint(0, max(stride[0], dilation[0]) - 1),
-                rng.randint(0, max(stride[1], dilation[1]) - 1),
-            ),
+            random_output_padding(rng, stride, dilation),
             dilation,
             groups,
         )

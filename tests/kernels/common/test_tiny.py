@@ -15,6 +15,7 @@ from cuda_cases import TOLERANCE, conv_transpose2d, relative_error
 from harness import assert_kernel_matches
 from oracle import conv_transpose2d_reference
 from pretended_gpu import GPU, pretended_gpu
+from size_cases import random_output_padding
 from torch import Tensor
 
 from tconv_swap.cuda import call, choice
@@ -226,10 +227,7 @@ def random_geometry(rng: random.Random) -> Geometry:
             (rng.randint(1, 5), rng.randint(1, 5)),
             stride,
             (rng.randint(0, 3), rng.randint(0, 3)),
-            (
-                rng.randint(0, max(stride[0], dilation[0]) - 1),
-                rng.randint(0, max(stride[1], dilation[1]) - 1),
-            ),
+            random_output_padding(rng, stride, dilation),
             dilation,
             groups,
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
+from size_cases import random_output_padding
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
@@ -142,10 +143,7 @@ def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geome
             kernel,
             stride,
             (rng.randint(0, 5), rng.randint(0, 5)),
-            (
-                rng.randint(0, max(stride[0], dilation[0]) - 1),
-                rng.randint(0, max(stride[1], dilation[1]) - 1),
-            ),
+            random_output_padding(rng, stride, dilation),
             dilation,
         )
         if geometry.out_height > 0 and geometry.out_width > 0:
