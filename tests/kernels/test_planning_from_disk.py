@@ -25,7 +25,7 @@ from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime import disk_cache
 
 SUITE = {layer.name: layer for layer in load_suite().layers}
-#: Together they have kernels of every family that searches.
+#: Together they have kernels of every family that searches, each in one of the modes.
 LAYERS = ("kb57", "kb75", "dcgan3", "dcgan5", "cyclegan2", "unet1", "maskrcnn", "centernet_dw", "hifigan_up1")
 MODES = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float16, "ieee"))
 
@@ -53,7 +53,9 @@ def forget() -> None:
 
 def digests(layers: tuple[str, ...]) -> list[str]:
     found = []
-    for name, (dtype, precision), last in itertools.product(layers, MODES, (False, True)):
+    for (name, (dtype, precision)), last in itertools.product(
+        zip(layers, itertools.cycle(MODES), strict=False), (False, True)
+    ):
         layer = SUITE[name]
         problem = plan.Problem(layer.geometry, dtype, precision, last, last)
         found.append(plan.plan_forward(problem, layer.bias, H200).digest)

@@ -145,6 +145,36 @@ def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]
             return rng.choice(found)
 
 
+def dense_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
+    """Returns a problem that reads a channels_last copy, of any width, with a dense tile."""
+    while True:
+        groups, stride = rng.choice((1, 1, 2)), rng.choice(((2, 2), (2, 2), (1, 2), (3, 3), (4, 2)))
+        kernel = tuple(rng.randint(step, 5) for step in stride)
+        geometry = Geometry(
+            rng.randint(1, 9),
+            groups * 64 // dtype.itemsize * rng.randint(1, 4),
+            rng.randint(3, 20),
+            rng.randint(5, 40),
+            groups * rng.choice((40, 64, 100)),
+            (kernel[0], kernel[1]),
+            stride,
+            (rng.randint(0, 1), rng.randint(0, 1)),
+            (rng.randint(0, stride[0] - 1), rng.randint(0, stride[1] - 1)),
+            groups=groups,
+        )
+        posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        posed = replace(posed, input_channels_last=True, nhwc_copy=True)
+        found = [
+            (problem, shape)
+            for problem, tile in forward_choice.candidates(posed, H200)
+            if tile.shaped_pixels
+            for shape in forward_shape.shapes(problem, tile)
+            if shape.dense and forward_shape.legal(problem, shape)
+        ]
+        if found:
+            return rng.choice(found)
+
+
 def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
     """Returns a problem with an NCHW input in its own layout: kernel = stride, 16 bits, maps that tiles divide."""
     while True:

@@ -5,7 +5,7 @@
 
 // FLAT: the plan ensures that there are as many positions as input pixels, and that they cover the output exactly.
 static_assert(!FLAT || (POSITION_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
-static_assert(!SHAPED || (TMA_INPUT && OUTPUT_CHANNELS_LAST && POSITION_INPUT_ROWS == 1));
+static_assert(!SHAPED || (TMA_INPUT && !BY_ROWS && POSITION_INPUT_ROWS == 1));
 static_assert(!NARROW || TMA_INPUT);
 
 constexpr int ITEM = sizeof(Element);

@@ -50,11 +50,12 @@ LONE_BLOCK = 0.567
 #: By wgmma, groups of channels: their sums are short.
 GROUPS = 1.21
 
-#: Loaded by the copy engine: clocks of a tile, of each position of a dense tile, whose outputs' places are computed by
-#: divisions, and of a byte of a stage's input; how many times as long the latter takes whose pixels are no whole
-#: sectors of memory, and of narrow maps, which are loaded once for each shift; the share of the shorter one of
-#: loads and multiplies that does not overlap with the other one; and how many times as long the loop takes with weights
-#: that are read in their own layout (whose sums are stored slower), and with two stages.
+#: Loaded by the copy engine: clocks of a tile, of each position of a dense tile whose outputs are in channels_last
+#: (their places are computed by divisions, for few outputs each), and of a byte of a stage's input; how many times as
+#: long the latter takes whose pixels are no whole sectors of memory, and of narrow maps, which are loaded once for each
+#: shift; the share of the shorter one of loads and multiplies that does not overlap with the other one; and how many
+#: times as long the loop takes with weights that are read in their own layout (whose sums are stored slower), and with
+#: two stages.
 TILE_CLOCKS, DENSE_CLOCKS, INPUT_BYTE_CLOCKS = 215, 7.05, 0.0161
 RAGGED_PIXELS, NARROW, NOT_OVERLAPPED = 2.27, 1.4, 0.317
 OWN_LAYOUT, TWO_STAGES = 1.08, 1.31
@@ -81,9 +82,10 @@ MMA_COPY_CLOCKS, MMA_COPY_CLOCKS_NHWC, MMA_COPY_BYTE_CLOCKS = 0.06, 0.145, 0.025
 MMA_SEVERAL_IMAGES, MMA_NARROW, MMA_MANY_COPIES, MMA_CROWDED = 1.17, 1.76, 64, 0.71
 MMA_ONE_BLOCK, MANY_PHASES, MMA_MANY_PHASES = 1.25, 4, 1.21
 
-#: Clocks of a store in NCHW by wgmma's warps, where the copy engine loads the input and where threads do, then of a
-#: byte as well; and by mma.sync, which stores from registers, in NCHW and in channels_last.
-STORE_CLOCKS, STORE_CLOCKS_OF_THREADS, STORED_BYTE_CLOCKS = 0.281, 0.177, 0.0219
+#: Clocks of a store in NCHW by wgmma's warps, where the copy engine loads the input, of whole rows, and where threads
+#: load it, then of a byte as well; and by mma.sync, which stores from registers, in NCHW and in channels_last.
+STORE_CLOCKS, STORE_CLOCKS_OF_ROWS = 0.281, 0.2
+STORE_CLOCKS_OF_THREADS, STORED_BYTE_CLOCKS = 0.177, 0.0219
 STORE_CLOCKS_MMA, STORE_CLOCKS_MMA_NHWC = 0.505, 0.334
 #: How many times as long NCHW stores of a flat problem take whose rows go on in the next one: of single outputs by
 #: wgmma's warps, and of at most SHORT_STORE_BYTES by mma.sync.
@@ -189,7 +191,8 @@ def _loop_of_tma(problem: TileProblem, tile: Tile, multiply: float, weights: flo
     multiply, loads = MULTIPLY_CLOCKS * multiply, weights + inputs
     loop = max(multiply, loads) + NOT_OVERLAPPED * min(multiply, loads)
     loop *= (OWN_LAYOUT if tile.tma_weights else 1.0) * (TWO_STAGES if tile.stages == 2 else 1.0)
-    return TILE_CLOCKS + loop + (DENSE_CLOCKS * tile.positions if tile.dense else 0)
+    places = DENSE_CLOCKS * tile.positions if tile.dense and problem.output_channels_last else 0.0
+    return TILE_CLOCKS + loop + places
 
 
 def _copy_clocks(problem: TileProblem, tile: Tile) -> float:
@@ -245,7 +248,7 @@ def _store_clocks_nchw(problem: TileProblem, tile: Tile, outputs: int) -> float:
         return STORE_CLOCKS_MMA * stores * (FLAT_SHORT_MMA if short else 1.0)
     stores *= FLAT_SINGLES if crosses_rows and of_store == 1 else 1.0
     if tile.nchw_stages or tile.by_rows:
-        return STORE_CLOCKS * stores
+        return (STORE_CLOCKS_OF_ROWS if tile.by_rows else STORE_CLOCKS) * stores
     stored_rows = outputs / (tile.cols * problem.phases[1]) if _is_far(problem) else 0.0
     if tile.tma:
         return STORE_CLOCKS * stores + FAR_STORED_ROW_CLOCKS * stored_rows
@@ -254,11 +257,11 @@ def _store_clocks_nchw(problem: TileProblem, tile: Tile, outputs: int) -> float:
 
 
 def _outputs_of_store(problem: TileProblem, tile: Tile) -> int:
-    """Returns the neighbouring outputs of one store in NCHW (forward/epilogue_warp.cuh, implicit_gemm_store.cuh)."""
+    """Returns the neighbouring outputs of one store in NCHW (forward/epilogue_nchw.cuh, implicit_gemm_store.cuh)."""
     phase_cols, stride = problem.phases[1], problem.geometry.stride[1]
     most = 16 // (4 if tile.splits > 1 else problem.item)
-    if tile.by_rows:  # segments that begin where sectors do
-        return most
+    if tile.by_rows:
+        return most if problem.geometry.out_width % most == 0 else gcd(problem.out_row_multiple, most)
     # The outputs of a warp's row, or of a position that has not all of its phases here.
     of_row = min(8, tile.cols) * phase_cols if phase_cols == stride else gcd(stride, phase_cols)
     if tile.wgmma:

@@ -204,7 +204,7 @@ def stores_lines(problem: TileProblem, tile: Tile) -> bool:
 
 def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     """Returns the bytes of shared memory in which one warp collects a subtile of its outputs, as
-    forward/epilogue_warp.cuh lays it out."""
+    forward/epilogue_nchw.cuh lays it out."""
     if stores_lines(problem, tile):
         return LINE_BYTES
     if problem.output_channels_last:

@@ -32,7 +32,6 @@ def can_be_shaped(problem: TileProblem, tile: Tile) -> bool:
     return (
         tile.tma
         and problem.input_channels_last
-        and problem.output_channels_last
         and max(problem.geometry.stride) > 1
         and problem.stack == 1
         and not problem.flat

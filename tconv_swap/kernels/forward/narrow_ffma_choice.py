@@ -122,7 +122,7 @@ def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[T
 def _with_min_blocks(tile: Tile, taken: Footprint) -> Tile:
     """Returns the tile with the blocks of a multiprocessor that its registers and threads allow."""
     blocks = min(REGISTERS // (taken.registers * taken.threads), RESIDENT_THREADS // taken.threads)
-    return replace(tile, min_blocks=max(1, blocks))
+    return tile._replace(min_blocks=max(1, blocks))
 
 
 def expected_time(problem: Problem, tile: Tile, device: Device) -> float:
@@ -287,7 +287,7 @@ def _staged(
         return
     if block < SMALL_BLOCK and row_tiles(geometry, shape) == geometry.batch:
         # A block computes several small images.
-        shape = replace(shape, block_images=min(SMALL_BLOCK // block, geometry.batch))
+        shape = shape._replace(block_images=min(SMALL_BLOCK // block, geometry.batch))
         block = threads(geometry, shape)
     chunks = (
         {channels} if shape.block_groups > 1 else {c for c in (1, 2, 4, 8, 16, channels) if c <= channels}
@@ -295,12 +295,12 @@ def _staged(
     found = 0
     for chunk in sorted(chunks, reverse=True):
         load = _load(geometry, shape, chunk, channels_last, element_bytes, row_multiple)
-        tile = replace(shape, chunk=chunk, load=load)
+        tile = shape._replace(chunk=chunk, load=load)
         taken = footprint(geometry, tile, channels_last)
         if taken.shared_bytes > shared_limit:
             if chunk == channels:
                 continue
-            tile = replace(tile, resident=False)
+            tile = tile._replace(resident=False)
             taken = footprint(geometry, tile, channels_last)
         if (
             taken.shared_bytes <= shared_limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -21,8 +21,7 @@ MAX_SUMS = 96
 REGISTER_MARGIN = 34
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """What a block and a thread compute. The comment at the top of csrc/kernels/forward/narrow_ffma.cu explains each
     field."""
 
@@ -50,8 +49,7 @@ class Tile:
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
         """The fields as constants of the kernel, under their names in capitals."""
-        names = (field.name for field in fields(self))
-        return tuple((name.rstrip("_").upper(), getattr(self, name)) for name in names)
+        return tuple((name.rstrip("_").upper(), value) for name, value in self._asdict().items())
 
     @property
     def block_channels(self) -> int:

@@ -127,7 +127,7 @@ def candidates(problem: Problem, device: Device, multiples: tuple[int, int]) -> 
                             )
                             blocks = _blocks(problem, tile, device)
                             if blocks:
-                                yield replace(tile, blocks_per_multiprocessor=blocks)
+                                yield tile._replace(blocks_per_multiprocessor=blocks)
 
 
 def _blocks(problem: Problem, tile: Tile, device: Device) -> int:

@@ -3,8 +3,9 @@ takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.kernels.common.hardware import SECTOR_BYTES
@@ -19,8 +20,7 @@ FRAGMENT_BYTES = 512
 HALF_CHANNELS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """What a block and a warp compute. The comments at the top of csrc/kernels/forward/narrow_mma.cu and
     forward/narrow_mma_layout.cuh explain each field."""
 
@@ -44,7 +44,7 @@ class Tile:
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
         """The fields as constants of the kernel, under their names in capitals."""
-        return tuple((field.name.upper(), getattr(self, field.name)) for field in fields(self))
+        return tuple((name.upper(), value) for name, value in self._asdict().items())
 
     def __str__(self) -> str:
         return f"{self.tile_h}x{self.tile_w} positions, {self.warps} warps"

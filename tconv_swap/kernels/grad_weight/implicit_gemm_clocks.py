@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
@@ -51,8 +51,7 @@ BANKS, BANK_CONFLICTS = 32, 2.7
 WARPS, FEW_WARPS, TWO_BLOCKS, TWO_BLOCKS_IEEE = 8, 0.257, 0.844, 0.951
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The work of a tile, whatever the sizes.
     Attributes:
         clocks: for one tile of pixels.

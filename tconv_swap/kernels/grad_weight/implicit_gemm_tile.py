@@ -4,8 +4,8 @@ of grad_weight/implicit_gemm_layout.cuh."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ from tconv_swap.runtime.program import Constant
 COPY_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """What a block computes.
     Attributes:
         warps: along input channels (m), output channels (n), taps and pixels (k).
@@ -111,8 +110,7 @@ def weight_tiles(problem: Problem, tile: Tile) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """The part of an operand that a stage holds in shared memory.
     Attributes:
         pieces: copies of ``copy`` elements for each channel.

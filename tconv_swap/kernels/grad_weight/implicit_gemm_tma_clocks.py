@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
@@ -42,8 +41,7 @@ FAR = 0.87
 FEW_STAGES = 1.1
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The work of a tile, whatever the sizes.
     Attributes:
         clocks: for one tile of pixels.

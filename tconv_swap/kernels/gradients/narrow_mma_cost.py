@@ -7,8 +7,9 @@ the fastest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from tconv_swap.kernels.gradients.grad_output_tile import GradOutputTile, columns, loaded_bytes, loads, rows
 from tconv_swap.kernels.gradients.narrow_mma import MAX_KEPT_SOURCES, rounds_nothing
@@ -19,9 +20,8 @@ from tconv_swap.kernels.problem import Device, Problem
 Price = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """The prices of one unit of each amount of :class:`Work`, on an H200."""
+class Prices(NamedTuple):
+    """The prices of one unit of each amount of :class:`Work`, in its order, on an H200."""
 
     read: Price
     multiply: Price
@@ -73,8 +73,7 @@ GRAD_WEIGHT = Prices(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The work of one multiprocessor. Instructions are counted for each warp."""
 
     #: Passes over the banks of shared memory.
@@ -99,11 +98,6 @@ class Work:
     start: float = 1.0
 
 
-#: The fields of Work, and the fields of Prices that price them, in the same order.
-AMOUNTS = tuple(field.name for field in fields(Work))
-PRICES = tuple(field.name for field in fields(Prices))
-
-
 @dataclass(frozen=True, slots=True)
 class Multiplies:
     """The steps of 8 k of all warps of a block for one tile and chunk, and the contents of a step."""
@@ -120,9 +114,8 @@ def microseconds(work: Work, prices: Prices, warps: float) -> float:
     """Returns the expected microseconds if ``warps`` warps are resident on a multiprocessor."""
     lone = 8 / warps
     total = 0.0
-    for name, priced in zip(AMOUNTS, PRICES, strict=True):
-        alone, waiting = getattr(prices, priced)
-        total += getattr(work, name) * (alone + waiting * lone)
+    for amount, (alone, waiting) in zip(work, prices, strict=True):
+        total += amount * (alone + waiting * lone)
     return total
 
 

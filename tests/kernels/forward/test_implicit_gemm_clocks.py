@@ -237,7 +237,7 @@ WHERE: dict[str, Callable[[TileProblem, Tile], bool]] = {
     "IEEE": lambda problem, _: problem.precision == "IEEE",
     "LONE_BLOCK": lambda *one: one[1].blocks_per_multiprocessor == 2 and 0 < block_count(*one) % 264 <= 132,
     "GROUPS": lambda problem, tile: problem.geometry.groups > 1 and tile.wgmma and not tile.nchw_stages,
-    "DENSE_CLOCKS": lambda _, tile: tile.dense,
+    "DENSE_CLOCKS": lambda problem, tile: tile.dense and problem.output_channels_last,
     "OWN_LAYOUT": lambda _, tile: tile.tma_weights,
     "TWO_STAGES": lambda _, tile: tile.tma and tile.stages == 2,
     "TWO_STAGES_OF_THREADS": lambda _, tile: by_threads(tile) and tile.stages == 2,

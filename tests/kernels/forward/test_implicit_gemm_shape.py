@@ -40,6 +40,8 @@ def shaped_cases(seed: int, count: int) -> Iterator[tuple[TileProblem, Tile]]:
     rng = random.Random(seed)
     while count:
         posed = make_problem(random_geometry(rng, 2), torch.float16, "ieee", True, True, False)
+        if rng.random() < 0.5:
+            posed = replace(posed, nhwc_copy=True, output_channels_last=False)
         if not forward_implicit_gemm.supports(posed, H200):
             continue
         tiles = shaped_tiles(posed)
@@ -157,15 +159,15 @@ def test_groups_that_share_a_chunk_have_no_dense_tile() -> None:
         assert any(one.dense for tile in tiles for one in forward_shape.shapes(posed, tile)) == dense
 
 
-def test_inputs_in_nchw_and_stride_1_have_no_shaped_tiles() -> None:
-    for stride, nhwc_copy in (((1, 1), False), ((2, 2), True)):
-        posed = make_problem(
-            Geometry(16, 64, 20, 20, 64, (3, 3), stride, (1, 1)), torch.float16, "ieee", True, True, False
-        )
+@pytest.mark.parametrize("nhwc_copy", [False, True])
+def test_strides_above_1_alone_have_shaped_tiles(nhwc_copy: bool) -> None:
+    for stride in (1, 2):
+        geometry = Geometry(16, 64, 20, 20, 64, (3, 3), (stride, stride), (1, 1))
+        posed = make_problem(geometry, torch.float16, "ieee", True, True, False)
         if nhwc_copy:
             posed = replace(posed, nhwc_copy=True, output_channels_last=False)
         assert any(tile.tma for _, tile in candidates(posed, H200))
-        assert not shaped_tiles(posed)
+        assert bool(shaped_tiles(posed)) == (stride == 2)
 
 
 def test_a_plan_names_dense_positions() -> None:

@@ -13,6 +13,7 @@ import torch
 from harness import assert_kernel_matches
 from implicit_gemm_tma_cases import (
     H200,
+    dense_case,
     pixel_case,
     random_case,
     row_case,
@@ -362,19 +363,19 @@ def test_staggered_tiles_match_float64_on_random_geometries(seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [row_case, pixel_case])
+@pytest.mark.parametrize("case", [row_case, dense_case, pixel_case])
 @pytest.mark.parametrize("seed", range(12))
 def test_tiles_for_nchw_match_float64_on_random_geometries(
     seed: int, case: Callable[..., tuple[TileProblem, Tile]]
 ) -> None:
-    """Tiles that store whole rows, and tiles that load NCHW in its own layout, are right, too."""
+    """Tiles that store whole rows, dense tiles, and tiles that load NCHW in its own layout, are right, too."""
     torch.manual_seed(seed)
     if call.device_facts(0).architecture != "sm_90a":
         pytest.skip("the kernel is for sm_90a")
     dtypes = (
-        (torch.float16, torch.bfloat16, torch.float32)
-        if case is row_case
-        else (torch.float16, torch.bfloat16)
+        (torch.float16, torch.bfloat16)
+        if case is pixel_case
+        else (torch.float16, torch.bfloat16, torch.float32)
     )
     dtype = dtypes[seed % len(dtypes)]
     posed, tile = case(random.Random(seed), dtype)
