@@ -21,7 +21,7 @@ AMPERE = plan.Device("sm_80", 108, 163 << 10)
 def sizes_for(device: plan.Device) -> int:
     """Returns the number of random sizes of a layer that a test plans for a device: most for the one that has all
     families."""
-    return 200 if device == H200 else 60
+    return 200 if device == H200 else 30
 
 
 #: dtype and precision.

@@ -13,13 +13,20 @@ LARGE_KERNEL = 4
 NOMINAL_IMAGES = 64
 
 
+def may_begin(layer: Geometry) -> bool:
+    """Returns whether a layer may be the first of a generator, whose input is one pixel, by its large kernel or because
+    it adds channels. No other layers are expected to see such maps, so these alone have kernels for them."""
+    plain = (layer.padding, layer.dilation) == ((0, 0), (1, 1))
+    return (
+        plain
+        and layer.kernel != layer.stride
+        and (has_two_kernels(layer) or layer.out_channels > layer.in_channels)
+    )
+
+
 def has_stride_of_one_pixel(geometry: Geometry) -> bool:
-    """Returns whether a map of one pixel may be computed with stride = kernel in place of the layer's own stride. It
-    holds only for layers that may be the first of a generator, by their large kernel or because they add channels: no
-    other layers are expected to see such maps."""
-    plain = (geometry.padding, geometry.output_padding, geometry.dilation) == ((0, 0), (0, 0), (1, 1))
-    begins = has_two_kernels(geometry) or geometry.out_channels > geometry.in_channels
-    return plain and geometry.kernel != geometry.stride and begins
+    """Returns whether a map of one pixel is computed with stride = kernel in place of the layer's own stride."""
+    return may_begin(geometry) and geometry.output_padding == (0, 0)
 
 
 def has_two_kernels(layer: Geometry) -> bool:
@@ -29,8 +36,7 @@ def has_two_kernels(layer: Geometry) -> bool:
 
 def has_gemm(layer: Geometry, device: Device) -> bool:
     """Returns whether gradients/gemm.py may compute the gradients of a layer's maps of one pixel."""
-    plain = (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
-    return plain and device.architecture == "sm_90a"
+    return may_begin(layer) and layer.groups == 1 and device.architecture == "sm_90a"
 
 
 def kernels_of_gradient(layer: Geometry, has_own: bool, device: Device) -> int:

@@ -44,9 +44,9 @@ START_MICROSECONDS = 5.07
 L2_BYTES_PER_MICROSECOND = 1.47e7
 MEMORY_BYTES_PER_MICROSECOND = 1.17e7  # in addition to the loads and stores above, which count the same bytes
 
-# In NCHW, how many times as long a tile takes whose warps store more than FEW_SLICES slices of channels, with more than
-# NEAR_BYTES of input and output, which the L2 does not hold (79 times: 1.35, deviation 0.4).
-FEW_SLICES, FAR_SLICES, NEAR_BYTES = 2, 1.35, 48 << 20
+# In NCHW, how many times as long a tile takes whose rows of outputs are no longer than a line of memory, with more than
+# NEAR_BYTES of input and output, which the L2 does not hold (14 times of an H200: 1.3 to 2.6).
+LINE_BYTES, FAR_SHORT_ROWS, NEAR_BYTES = 128, 1.5, 48 << 20
 
 #: The numbers of tiles that a block may compute.
 REPEATS = (1, 2, 4, 8, 16, 32)
@@ -83,7 +83,8 @@ def microseconds(
     )
 
     far = geometry.elements * element_bytes > NEAR_BYTES
-    sliced = FAR_SLICES if far and not channels_last and tile.slices_c > FEW_SLICES else 1.0
+    row_bytes = tile.lanes_w * tile.thread_columns * geometry.stride[1] * element_bytes
+    scattered = FAR_SHORT_ROWS if far and not channels_last and row_bytes <= LINE_BYTES else 1.0
 
     def expected(repeat: int) -> float:
         blocks = across * ceil_div(down, repeat)
@@ -99,7 +100,7 @@ def microseconds(
         )
         cycles = blocks * (repeat * per_tile + once * uneven) / multiprocessors
         cycles += STEP_CYCLES * chunks * repeat * max(1.0, rounds)
-        return sliced * (fixed + cycles / CYCLES_PER_MICROSECOND)
+        return scattered * (fixed + cycles / CYCLES_PER_MICROSECOND)
 
     repeats = [r for r in REPEATS if r == 1 or (r <= down and across * down >= r * multiprocessors)]
     return min((expected(repeat), repeat) for repeat in repeats)

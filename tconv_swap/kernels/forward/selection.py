@@ -14,6 +14,7 @@ from tconv_swap.kernels.common.one_pixel import (
     has_stride_of_one_pixel,
     has_two_kernels,
     kernels_of_gradient,
+    may_begin,
 )
 from tconv_swap.kernels.common.pad_rows import copies_clocks
 from tconv_swap.kernels.common.schedules import (
@@ -218,8 +219,6 @@ def _of_gradient_of_pixels(convolution: Geometry, device: Device) -> int:
             convolution.kernel, convolution.padding, convolution.dilation, strict=True
         )
     )
-    if not unpadded or max(convolution.kernel) == 1:
-        return 0
     inputs, outputs = convolution.out_channels, convolution.in_channels
     layer = replace(convolution, in_channels=inputs, out_channels=outputs, padding=(0, 0))
-    return kernels_of_gradient(layer, True, device)
+    return kernels_of_gradient(layer, True, device) if unpadded and may_begin(layer) else 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.common.one_pixel import may_begin
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     STEP_WORDS,
@@ -128,7 +129,7 @@ def as_convolution(problem: Problem) -> StridedProblem:
     """Returns the gradient of the input as a convolution, for any stride. (The plans of one size ask several times.)"""
     geometry = problem.geometry
     # For one pixel nothing depends on the stride; with stride = kernel, every tap is a phase of its own.
-    one_pixel = geometry.height == geometry.width == 1 and has_another_step(geometry)
+    one_pixel = geometry.height == geometry.width == 1 and may_begin(geometry)
     step = geometry.kernel if one_pixel else geometry.stride
     swapped = Geometry(
         geometry.batch,
@@ -187,12 +188,6 @@ def as_problem(convolution: StridedProblem) -> Problem:
         convolution.input_channels_last,
         convolution.weight_channels_last,
     )
-
-
-def has_another_step(geometry: Geometry) -> bool:
-    """Returns whether a map of one pixel is computed with a step that is not the layer's stride."""
-    plain = (geometry.padding, geometry.dilation) == ((0, 0), (1, 1))
-    return plain and geometry.kernel != geometry.stride
 
 
 def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:

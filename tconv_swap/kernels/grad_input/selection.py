@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from tconv_swap.kernels.common.one_pixel import kernels_of_gradient
+from tconv_swap.kernels.common.one_pixel import kernels_of_gradient, may_begin
 from tconv_swap.kernels.common.schedules import (
     MAX_SCHEDULES,
     ONE_PIXEL,
@@ -30,7 +30,6 @@ from tconv_swap.kernels.grad_input import nchw_to_nhwc as grad_input_nchw_to_nhw
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     as_problem,
-    has_another_step,
     of_any_size,
     sized,
 )
@@ -229,5 +228,5 @@ def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:
     """Returns how many kernels maps of one pixel have beside those of other maps: of another step, and of
     gradients/gemm.py."""
-    another_step = has_another_step(replace(layer.geometry, stride=layer.step))
-    return kernels_of_gradient(as_problem(layer).geometry, another_step, device)
+    geometry = as_problem(layer).geometry
+    return kernels_of_gradient(geometry, may_begin(geometry), device)

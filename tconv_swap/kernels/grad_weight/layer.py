@@ -9,13 +9,14 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.common.one_pixel import may_begin
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 
 
 def has_pixels(geometry: Geometry) -> bool:
     """Returns whether maps of one pixel have a kernel of their own."""
-    return max(geometry.stride) == 1 < max(geometry.kernel) and max(geometry.padding) == 0
+    return max(geometry.stride) == 1 and may_begin(geometry)
 
 
 def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
