@@ -14,19 +14,17 @@ NOMINAL_IMAGES = 64
 
 
 def may_begin(layer: Geometry) -> bool:
-    """Returns whether a layer may be the first of a generator, whose input is one pixel, by its large kernel or because
-    it adds channels. No other layers are expected to see such maps, so these alone have kernels for them."""
+    """Returns whether a layer may be the first of a generator, whose input is one pixel: its gradients then have kernels
+    for such maps. Layers whose kernel is their stride enlarge maps of any size."""
     plain = (layer.padding, layer.dilation) == ((0, 0), (1, 1))
-    return (
-        plain
-        and layer.kernel != layer.stride
-        and (has_two_kernels(layer) or layer.out_channels > layer.in_channels)
-    )
+    return plain and layer.kernel != layer.stride
 
 
 def has_stride_of_one_pixel(geometry: Geometry) -> bool:
-    """Returns whether a map of one pixel is computed with stride = kernel in place of the layer's own stride."""
-    return may_begin(geometry) and geometry.output_padding == (0, 0)
+    """Returns whether a map of one pixel may be computed with stride = kernel in place of the layer's own stride. It
+    holds only for layers with a large kernel or that add channels: no others are expected to see such maps."""
+    begins = has_two_kernels(geometry) or geometry.out_channels > geometry.in_channels
+    return may_begin(geometry) and geometry.output_padding == (0, 0) and begins
 
 
 def has_two_kernels(layer: Geometry) -> bool:

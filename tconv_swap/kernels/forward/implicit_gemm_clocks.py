@@ -52,8 +52,8 @@ GROUPS = 1.21
 
 #: Loaded by the copy engine: clocks of a tile, of each position of a dense tile whose outputs are in channels_last
 #: (their places are computed by divisions, for few outputs each), and of a byte of a stage's input; how many times as
-#: long the latter takes whose pixels are no whole sectors of memory, and of narrow maps, which are loaded once for each
-#: shift; the share of the shorter one of loads and multiplies that does not overlap with the other one; and how many
+#: long the latter takes whose pixels are no whole sectors of memory, and of narrow maps that are loaded, once for each
+#: shift, by single sectors; the share of the shorter one of loads and multiplies that does not overlap with the other one; and how many
 #: times as long the loop takes with weights that are read in their own layout (whose sums are stored slower), and with
 #: two stages.
 TILE_CLOCKS, DENSE_CLOCKS, INPUT_BYTE_CLOCKS = 215, 7.05, 0.0161
@@ -187,7 +187,8 @@ def _loop_of_tma(problem: TileProblem, tile: Tile, multiply: float, weights: flo
         weights *= FAR_WEIGHTS
     ragged = problem.geometry.in_channels * problem.item % SECTOR_BYTES
     inputs = INPUT_BYTE_CLOCKS * loaded_pixels(problem, tile) * summed * problem.item
-    inputs *= (RAGGED_PIXELS if ragged else 1.0) * (NARROW if _is_narrow(problem, tile) else 1.0)
+    by_sectors = _is_narrow(problem, tile) and tile.chunk_words * 4 == SECTOR_BYTES
+    inputs *= (RAGGED_PIXELS if ragged else 1.0) * (NARROW if by_sectors else 1.0)
     multiply, loads = MULTIPLY_CLOCKS * multiply, weights + inputs
     loop = max(multiply, loads) + NOT_OVERLAPPED * min(multiply, loads)
     loop *= (OWN_LAYOUT if tile.tma_weights else 1.0) * (TWO_STAGES if tile.stages == 2 else 1.0)
