@@ -90,7 +90,6 @@ def sizes_of(layer: Layer, count: int) -> Iterator[Geometry]:
             yield size
 
 
-@pytest.mark.usefixtures("searched_once")
 def test_few_sizes_need_a_kernel_that_no_usual_size_has() -> None:
     """In the background a new layer is planned for the usual sizes."""
     known = other = 0

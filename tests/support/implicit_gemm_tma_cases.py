@@ -73,11 +73,16 @@ def random_case(rng: random.Random, dtype: torch.dtype, nhwc_copy: bool = False)
                 return rng.choice(found)
 
 
+def of_some_shape(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
+    """Returns the tile in one of the shapes that its kernel takes at its launch."""
+    if not tile.shaped_pixels:
+        return tile
+    return rng.choice([one for one in forward_shape.shapes(posed, tile) if forward_shape.legal(posed, one)])
+
+
 def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     """Returns a tile that the planner would not choose for this problem, but that the kernel supports."""
-    if tile.shaped_pixels:
-        of_size = [one for one in forward_shape.shapes(posed, tile) if forward_shape.legal(posed, one)]
-        tile = rng.choice(of_size)
+    tile = of_some_shape(rng, posed, tile)
     if rng.random() < 0.3:
         tile = tile._replace(stages=2)
     tma_weights = rng.random() < 0.5 and forward_layout.supports_tma_weights(posed)
@@ -216,4 +221,5 @@ def split_case(rng: random.Random, dtype: torch.dtype, channels_last: bool) -> t
         found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].splits > 1]
         if found:
             problem, tile = rng.choice(found)
-            return problem, tile._replace(splits=rng.choice((2, 3, 4, 8)))
+            tile = tile._replace(splits=rng.choice((2, 3, 4, 8)))
+            return problem, of_some_shape(rng, problem, tile)

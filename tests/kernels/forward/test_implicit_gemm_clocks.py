@@ -242,9 +242,7 @@ WHERE: dict[str, Callable[[TileProblem, Tile], bool]] = {
     "TWO_STAGES": lambda _, tile: tile.tma and tile.stages == 2,
     "TWO_STAGES_OF_THREADS": lambda _, tile: by_threads(tile) and tile.stages == 2,
     "SEVERAL_IMAGES": lambda _, tile: by_threads(tile) and tile.images > 1,
-    "NARROW": lambda problem, tile: (
-        tile.tma and tile.cols < 8 and not problem.flat and tile.chunk_words == 8
-    ),
+    "NARROW": lambda problem, tile: tile.tma and tile.cols < 8 and not problem.flat and tile.chunk_words == 8,
     "MMA_NARROW": lambda problem, tile: not tile.wgmma and tile.cols < 8 and not problem.flat,
     "FAR_ROW_CLOCKS": lambda problem, tile: by_threads(tile) and is_far(problem),
     "FAR_STORED_ROW_CLOCKS": lambda *one: one[1].tma and is_stored_far(*one),

@@ -64,7 +64,6 @@ def clocks(one: Schedule, problem: TileProblem, device: plan.Device = H200) -> f
 # ---- how many, and one for every size ---------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_a_layer_has_few_kernels_and_one_for_every_size(layer: Layer, device: plan.Device) -> None:

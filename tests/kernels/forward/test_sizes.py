@@ -78,7 +78,6 @@ def computing(made: Plan) -> Kernel:
     return found
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("device", [H200, AMPERE, TURING], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(

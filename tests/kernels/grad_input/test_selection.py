@@ -70,7 +70,6 @@ def computes_any_size(layer: StridedProblem, kernels: Kernels) -> bool:
     return any(grad_input_tma_choice.computes_any_size(one) for one in by_tma)
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", STRIDED.values(), ids=STRIDED.keys())
 def test_a_layer_has_at_most_four_kernels_and_one_for_every_size(layer: Layer, device: plan.Device) -> None:

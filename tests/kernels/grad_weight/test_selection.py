@@ -118,7 +118,6 @@ def without_bias(kernel: Kernel) -> Kernel:
     return replace(kernel, constants=constants, spills=False)
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize(
     ("name", "device"),
     [*((name, H200) for name in SAMPLE), *((name, AMPERE) for name in SAMPLE[::2])],

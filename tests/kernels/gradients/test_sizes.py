@@ -77,7 +77,6 @@ VOCODERS = (
 MASKS: tuple[Mask, ...] = ((True, False, False), (False, True, False), (True, True, False))
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("device", [H200, AMPERE, TURING], ids=lambda device: device.architecture)
 @pytest.mark.parametrize("layer", [*load_suite().layers, *VOCODERS], ids=lambda layer: layer.name)
 def test_a_layer_has_at_most_four_kernels_beside_auxiliary_ones(layer: Layer, device: plan.Device) -> None:
