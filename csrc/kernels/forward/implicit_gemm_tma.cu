@@ -10,7 +10,7 @@
 // NARROW maps are loaded once for each horizontal shift, [shift][image][row][column], so that the positions of an image are
 // neighbours.
 //
-// SHAPED (strides above 1, outputs in channels_last): the shape of a tile is an argument (kernels/forward/implicit_gemm_shape.py).
+// SHAPED (strides above 1): the shape of a tile is an argument (kernels/forward/implicit_gemm_shape.py).
 // A tile is a part of a map, or dense: so many positions in a row, wherever they begin. The pixels that dense positions read
 // are a row, too, which the copy engine loads in im2col mode. A row of the map has a place for each pixel that is read, those
 // outside of the input shared by the end of a row and the beginning of the next; the last places of a row are no positions.
