@@ -14,8 +14,8 @@ NOMINAL_IMAGES = 64
 
 
 def may_begin(layer: Geometry) -> bool:
-    """Returns whether a layer may be the first of a generator, whose input is one pixel: its gradients then have kernels
-    for such maps. Layers whose kernel is their stride enlarge maps of any size."""
+    """Returns whether a layer may be the first of a generator, whose input is one pixel: its gradients then have
+    kernels for such maps. Layers whose kernel is their stride enlarge maps of any size."""
     plain = (layer.padding, layer.dilation) == ((0, 0), (1, 1))
     return plain and layer.kernel != layer.stride
 

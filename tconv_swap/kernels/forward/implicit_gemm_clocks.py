@@ -53,9 +53,9 @@ GROUPS = 1.21
 #: Loaded by the copy engine: clocks of a tile, of each position of a dense tile whose outputs are in channels_last
 #: (their places are computed by divisions, for few outputs each), and of a byte of a stage's input; how many times as
 #: long the latter takes whose pixels are no whole sectors of memory, and of narrow maps that are loaded, once for each
-#: shift, by single sectors; the share of the shorter one of loads and multiplies that does not overlap with the other one; and how many
-#: times as long the loop takes with weights that are read in their own layout (whose sums are stored slower), and with
-#: two stages.
+#: shift, by single sectors; the share of the shorter one of loads and multiplies that does not overlap with the other
+#: one; and how many times as long the loop takes with weights that are read in their own layout (whose sums are stored
+#: slower), and with two stages.
 TILE_CLOCKS, DENSE_CLOCKS, INPUT_BYTE_CLOCKS = 215, 7.05, 0.0161
 RAGGED_PIXELS, NARROW, NOT_OVERLAPPED = 2.27, 1.4, 0.317
 OWN_LAYOUT, TWO_STAGES = 1.08, 1.31
