@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import gcd, log2
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.schedules import ONE_PIXEL, SINGLE, SIZES, SIZES_OF_ONE_ROW
+from tconv_swap.kernels.common.schedules import ONE_PIXEL, RAGGED_SIZES, SINGLE, SIZES, SIZES_OF_ONE_ROW
 
 _SIDE = 64
 #: The elements of the input, the output and the weight of a usual size: 1 GiB of float32.
@@ -38,12 +38,14 @@ def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[f
 
 
 def usual_sizes(layer: Geometry) -> list[Geometry]:
-    """Returns sizes whose plans have the kernels of a layer: those that represent all, also with odd columns, and one
-    pixel. Few sizes need another kernel."""
+    """Returns sizes whose plans have the kernels of a layer: those that represent all, also with odd columns, and of
+    images of any size, and one pixel. Few sizes need another kernel."""
     sizes, _ = representative_sizes(of_any_size(layer))
     odd = [replace(size, width=size.width + 1) for size in sizes]
-    pixels = [replace(layer, batch=batch, height=height, width=width) for batch, height, width in ONE_PIXEL]
-    return [*sizes, *odd, *(size for size in pixels if min(size.out_height, size.out_width) > 0)]
+    one_row = layer.kernel[0] == layer.stride[0] == 1
+    further = ONE_PIXEL if one_row else (*RAGGED_SIZES, *ONE_PIXEL)
+    others = [replace(layer, batch=batch, height=height, width=width) for batch, height, width in further]
+    return list(dict.fromkeys((*sizes, *odd, *filter(may_be_called, others))))
 
 
 def may_be_called(size: Geometry) -> bool:
