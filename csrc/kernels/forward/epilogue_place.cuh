@@ -1,4 +1,4 @@
-// Of forward/epilogue_warp.cuh and forward/epilogue_lines.cuh: the outputs to which sums belong, and vectors of them.
+// Of forward/epilogue_lines.cuh, epilogue_nchw.cuh and epilogue_warp.cuh: the outputs to which sums belong, and vectors of them.
 #pragma once
 
 constexpr int OUT_PER_WORD = 4 / sizeof(Out);

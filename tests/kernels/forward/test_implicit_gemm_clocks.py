@@ -149,6 +149,18 @@ def test_what_takes_longer(mode: Mode) -> None:
     assert clocks(first, images) > 1.05 * unaligned
 
 
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_whole_rows_of_outputs_that_are_no_whole_vectors_take_longer(mode: Mode) -> None:
+    """Rows of 16 outputs are stored in vectors of 16 bytes, rows of 18 in shorter ones."""
+    tile = Tile(4, 1, 1, 1, 64, 1, 1, 8, 4, 4, 1, wgmma=True, tma=True, by_rows=True)
+    whole, ragged = (
+        posed(Geometry(64, 256, 16, width, 128, (4, 4), (2, 2), (1, 1)), mode, channels_last=False)
+        for width in (8, 9)
+    )
+    per_row = [clocks_of_tiles._store_clocks_nchw(problem, tile, 1024) for problem in (whole, ragged)]
+    assert per_row[1] > 1.5 * per_row[0]
+
+
 def test_float32_takes_three_products_and_a_lone_block_is_not_hidden() -> None:
     layer, tile = (
         Geometry(64, 256, 32, 32, 128, (4, 4), (2, 2), (1, 1)),
