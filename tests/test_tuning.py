@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,6 +210,7 @@ def test_gradients_are_chosen_separately(plans_anew: None, monkeypatch: pytest.M
     monkeypatch.setattr(plan, "_grad_input", lambda p, d: general.plan_grad_input(p))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
+    monkeypatch.setattr(plan, "expected_clocks", lambda *_: math.inf)
     for_input, for_others = (True, False, False), (False, True, True)
     ours = {
         problem_key(PROBLEM, mask, False): Winner(

@@ -3,6 +3,7 @@ of data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -66,7 +67,7 @@ def choose_forward(
         return Step(FORWARD, None, "the backend is native")
     if problem.geometry.out_channels == 0:
         return Step(FORWARD, None, WHY_NOTHING)
-    winner = winners.get(problem_key(problem, FORWARD, has_bias))
+    winner = _winner_of(problem, FORWARD, has_bias, winners)
     if winner is None:
         made = plan.plan_forward(problem, has_bias, device)
         if backend == "auto" and _only_general(problem, made):
@@ -88,30 +89,49 @@ def choose_backward(
         return (Step(mask, None, "the backend is native"),)
     if problem.geometry.out_channels == 0:
         return (Step(mask, None, WHY_NOTHING),)
-    ours: list[Step] = []
+    ours: list[tuple[Mask, Winner | None]] = []
     native: list[Step] = []
-    measured_whys: dict[str, None] = {}
     for unit in backward_units(mask):
-        winner = winners.get(problem_key(problem, unit, has_bias=False))
+        winner = _winner_of(problem, unit, False, winners)
         if backend == "auto" and (why := _why_native(problem, unit, device, winner, mask)):
             native.append(Step(unit, None, why))
-            continue
-        default = plan.plan_backward(problem, unit, device)
-        if winner is None:
-            ours.append(Step(unit, default, default.why))
-        elif winner.kernel == default.digest:
-            ours.append(Step(unit, default, f"{default.why}; {winner.why}"))
-            measured_whys[winner.why] = None
         else:
-            ours.append(_step(unit, plan.backward_candidates(problem, unit, device, CANDIDATES), winner))
-    if len(ours) > 1 and all(step.plan == plan.plan_backward(problem, step.mask, device) for step in ours):
-        # One plan for all gradients: its parts share the workspace, and may share a pass over the tensors.
-        together = plan.plan_backward(problem, mask, device)
-        ours = [Step(mask, together, "; ".join((together.why, *measured_whys)))]
+            ours.append((unit, winner))
+    steps = _our_steps(problem, mask, device, ours)
     if len(native) > 1:
         reasons = dict.fromkeys(step.why for step in native)
         native = [Step(mask, None, "; ".join(reasons))]
-    return (*ours, *native)
+    return (*steps, *native)
+
+
+def _winner_of(problem: Problem, mask: Mask, has_bias: bool, winners: Winners) -> Winner | None:
+    return winners.get(problem_key(problem, mask, has_bias)) if winners else None
+
+
+def _our_steps(
+    problem: Problem, mask: Mask, device: Device, units: Sequence[tuple[Mask, Winner | None]]
+) -> list[Step]:
+    """Returns the steps of those gradients of the mask that our kernels compute, each with its winner: one step if all
+    are as without winners, so that its parts share the workspace, and may share a pass over the tensors."""
+    tuned = [
+        (winner, plan.plan_backward(problem, unit, device).digest, _our_step(problem, unit, device, winner))
+        for unit, winner in units
+        if winner is not None
+    ]
+    if len(units) > 1 and all(step.plan and step.plan.digest == default for _, default, step in tuned):
+        together = plan.plan_backward(problem, mask, device)
+        whys = dict.fromkeys(winner.why for winner, default, _ in tuned if winner.kernel == default)
+        return [Step(mask, together, "; ".join((together.why, *whys)))]
+    return [_our_step(problem, unit, device, winner) for unit, winner in units]
+
+
+def _our_step(problem: Problem, unit: Mask, device: Device, winner: Winner | None) -> Step:
+    default = plan.plan_backward(problem, unit, device)
+    if winner is None:
+        return Step(unit, default, default.why)
+    if winner.kernel == default.digest:
+        return Step(unit, default, f"{default.why}; {winner.why}")
+    return _step(unit, plan.backward_candidates(problem, unit, device, CANDIDATES), winner)
 
 
 def _decided_as(backend: str) -> str:
@@ -148,12 +168,13 @@ def _why_native(
     if unit == (False, False, True):
         return None  # a sum: the general kernel is as fast
     decisive = (False, True, False) if unit[1] else unit
-    made = plan.plan_backward(problem, decisive, device)
-    if _only_general(problem, made):
+    # A plan takes longer than the clocks of the kernels that may compute it.
+    counted = plan.expected_clocks(problem, decisive, device) < math.inf
+    if not counted and _only_general(problem, plan.plan_backward(problem, decisive, device)):
         return WHY_NOT_GENERAL
     if unit[1]:
-        return measured.why_grad_weight_is_native(problem, made.family, device)
-    why = measured.why_grad_input_is_native(problem, made.family, device)
+        return measured.why_grad_weight_is_native(problem, device)
+    why = measured.why_grad_input_is_native(problem, device)
     # One pass for both gradients is faster than the faster of two for one of them.
     return None if why and mask[1] and plan.in_one_pass(problem, device) else why
 

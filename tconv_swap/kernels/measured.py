@@ -34,26 +34,22 @@ def why_forward_is_native(problem: Problem, family: str, device: Device) -> str 
     return "PyTorch's was the faster on an H200 for large kernels of stride 1 without TF32 (1.5 to 8 times)"
 
 
-def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
-    """Returns why PyTorch's operator should compute the gradient of the input instead of this family, or None."""
-    return _why_gradient_is_native(problem, (True, False, False), family, device)
+def why_grad_input_is_native(problem: Problem, device: Device) -> str | None:
+    """Returns why PyTorch's operator should compute the gradient of the input instead of our kernels, or None."""
+    return _why_gradient_is_native(problem, (True, False, False), device)
 
 
-def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
-    """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
+def why_grad_weight_is_native(problem: Problem, device: Device) -> str | None:
+    """Returns why PyTorch's operator should compute the gradient of the weight instead of our kernels, or None."""
     if problem.dtype.itemsize == 2 and max(problem.geometry.stride) >= UNRELIABLE_STRIDE:
         return None
-    return _why_gradient_is_native(problem, (False, True, False), family, device)
+    return _why_gradient_is_native(problem, (False, True, False), device)
 
 
-def _why_gradient_is_native(
-    problem: Problem, mask: tuple[bool, ...], family: str, device: Device
-) -> str | None:
-    if family in UNCOUNTED:
-        return None
+def _why_gradient_is_native(problem: Problem, mask: tuple[bool, ...], device: Device) -> str | None:
     theirs = pytorch.clocks(problem, device)
     ours = plan.expected_clocks(problem, mask, device)
-    if ours <= pytorch.MARGIN * theirs:
+    if ours <= pytorch.MARGIN * theirs or plan.plan_backward(problem, mask, device).family in UNCOUNTED:
         return None
     return f"PyTorch's is expected to be {ours / theirs:.1f} times as fast"
 

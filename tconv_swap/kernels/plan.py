@@ -119,9 +119,10 @@ def _gemm(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Pl
     return gradients_gemm.plan_backward(problem, output_mask, device)
 
 
+@lru_cache(maxsize=256)
 def expected_clocks(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> float:
     """Returns the expected clocks of the gradients of the mask, each of the input and of the weight by the kernels that
-    compute it alone."""
+    compute it alone; infinitely many where none does."""
     wants_input, wants_weight, wants_bias = output_mask
     clocks = grad_input_implicit_gemm.expected_clocks(problem, device) if wants_input else 0.0
     if wants_weight:

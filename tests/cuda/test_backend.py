@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +44,7 @@ def fast_grad_input(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_grad_input", part("fast"))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
+    monkeypatch.setattr(plan, "expected_clocks", lambda p, mask, d: math.inf if mask[1] else 1.0)
 
 
 @pytest.fixture
@@ -51,6 +53,7 @@ def general_alone(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_grad_input", lambda p, d: general.plan_grad_input(p))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
+    monkeypatch.setattr(plan, "expected_clocks", lambda *_: math.inf)
 
 
 # The choice

@@ -216,6 +216,24 @@ def test_offsets_past_32_bits_are_counted_in_64() -> None:
     assert index(Geometry(1, 1, 1, most, 1, (1, 2))) == "long long"
 
 
+def test_the_general_kernels_alone_compute_no_gradient_with_expected_clocks() -> None:
+    """The choice between our kernels and PyTorch's operator asks for the clocks and makes no plan where they exist."""
+    rng, counted = random.Random(5), {True: 0, False: 0}
+    for _ in range(40):
+        into, out = rng.choice((1, 3, 16, 40, 130)), rng.choice((1, 2, 7, 32, 65))
+        kernel, stride = rng.choice((1, 3, 4, 9, 20)), rng.choice((1, 2, 3, 16))
+        batch, columns = rng.choice((1, 6)), rng.choice((1, 12))
+        geometry = Geometry(batch, into, 9, columns, out, (kernel, kernel), (stride, stride))
+        dtype = rng.choice((torch.float64, torch.float32, torch.float16))
+        channels_last = rng.choice((False, True))
+        problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
+        for mask in ((True, False, False), (False, True, False)):
+            is_counted = plan.expected_clocks(problem, mask, H200) < math.inf
+            counted[is_counted] += 1
+            assert not (is_counted and plan.plan_backward(problem, mask, H200).family == "general")
+    assert min(counted.values()) > 10
+
+
 @pytest.mark.parametrize("device", [H200, TURING], ids=["H200", "Turing"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_grids_pass_65535_blocks_in_their_only_dimension(dtype: torch.dtype, device: plan.Device) -> None:
