@@ -23,8 +23,8 @@ static_assert(THREADS == 32 * WARPS_P * WARPS_M * BLOCK_GROUPS && (BLOCK_GROUPS 
 
 constexpr int K_STEPS = ceil_div(CHUNK_TAPS, 8);
 constexpr bool STAGED = CHANNELS_LAST && BLOCK_GROUPS > 1;
-constexpr bool ADJACENT_CHANNELS = CHANNELS_LAST && !STAGED && HALVES == 2;
-constexpr int WEIGHT_ROWS = ADJACENT_CHANNELS || BLOCK_M < CI_GROUP ? BLOCK_M : CI_GROUP;
+// Rows of a block's weights: in channels_last also those beyond the channels.
+constexpr int WEIGHT_ROWS = (CHANNELS_LAST && !STAGED && HALVES == 2) || BLOCK_M < CI_GROUP ? BLOCK_M : CI_GROUP;
 constexpr int UNROLL = WEIGHTS_IN_REGISTERS || K_STEPS <= 4 ? K_STEPS : 4;
 // Four taps that follow each other are neighbours in the tile, so their offsets are constants plus the lane's. Otherwise a table
 // has the offsets; also for a loop that is not unrolled to its end, where NVRTC 13.0 was seen to compute wrong offsets.
@@ -33,6 +33,22 @@ constexpr bool CONSECUTIVE_TAPS = UNROLL == K_STEPS && KERNEL_W % 4 == 0 && DILA
 constexpr int WEIGHT_PITCH = 8 * K_STEPS + 4;
 constexpr int WEIGHTS = CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * WEIGHT_PITCH;
 static_assert(!WEIGHTS_IN_REGISTERS || (CHUNKS_HERE == 1 && BLOCK_M == WEIGHT_ROWS));
+template <bool SPLIT>
+struct OutOf {
+  using type = Element;
+};
+template <>
+struct OutOf<true> {
+  using type = float;
+};
+using Out = OutOf<(SPLITS > 1)>::type;
+
+// In channels_last a lane's channels of a pixel are neighbours if one aligned store takes them all. Otherwise the lanes that
+// share a pixel store neighbouring channels together: each store of a lane alone would touch a sector of its own.
+static_assert(HALVES == 2 || M_TILES == 1);
+constexpr int LANE_CHANNELS = HALVES * M_TILES, LANE_CHANNELS_BYTES = LANE_CHANNELS * sizeof(Out);
+constexpr bool ADJACENT_CHANNELS = CHANNELS_LAST && !STAGED && HALVES == 2 && 16 % LANE_CHANNELS_BYTES == 0 &&
+                                IN_CHANNELS % LANE_CHANNELS == 0 && CI_GROUP % LANE_CHANNELS == 0;
 __device__ __forceinline__ int channel_of_row(int row) {
   if (!ADJACENT_CHANNELS) return row;
   const int in_warp = row % WARP_M;
@@ -44,16 +60,6 @@ constexpr int store_channels() {
   while (2 * width * sizeof(Element) <= 16 && STAGE_CHANNELS % (2 * width) == 0 && IN_CHANNELS % (2 * width) == 0) width *= 2;
   return width;
 }
-
-template <bool SPLIT>
-struct OutOf {
-  using type = Element;
-};
-template <>
-struct OutOf<true> {
-  using type = float;
-};
-using Out = OutOf<(SPLITS > 1)>::type;
 
 // Stores the first `inside` of N neighbours.
 template <int N, bool ALIGNED>
@@ -240,8 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         store<N, true>(image + at_input(sizes, 0, group0 * CI_GROUP + c, ih, iw), values, N);
       }
     } else if constexpr (CHANNELS_LAST) {
-      constexpr int N = ADJACENT_CHANNELS ? 2 * M_TILES : 1;
-      const int ci = m0 + warp_m * WARP_M + N * g;
+      constexpr int N = ADJACENT_CHANNELS ? LANE_CHANNELS : 1;
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
@@ -249,11 +254,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           const int u = n / STORE, ih = ih0 + row0 + u / UNITS_ACROSS;
           const int iw = iw0 + column0 + u % UNITS_ACROSS * UNIT + 2 * STORE * t + n % STORE * 2 + i;
           if (ih >= sizes.height || iw >= sizes.width) continue;
-          float values[N];
 #pragma unroll
-          for (int c = 0; c < N; ++c) values[c] = sum[c / 2][n][c % 2 * 2 + i];
-          store<N, IN_CHANNELS % N == 0 && CI_GROUP % N == 0>(image + at_input(sizes, 0, group0 * CI_GROUP + ci, ih, iw), values,
-                                                              CI_GROUP - ci);
+          for (int first = 0; first < LANE_CHANNELS; first += N) {
+            const int ci = m0 + warp_m * WARP_M + (ADJACENT_CHANNELS ? N * g : 8 * first + g);
+            float values[N];
+#pragma unroll
+            for (int c = 0; c < N; ++c) values[c] = sum[(first + c) / HALVES][n][(first + c) % HALVES * 2 + i];
+            store<N, ADJACENT_CHANNELS>(image + at_input(sizes, 0, group0 * CI_GROUP + ci, ih, iw), values, CI_GROUP - ci);
+          }
         }
     } else {
       constexpr int N = 2 * STORE;

@@ -51,9 +51,9 @@ from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, o
 #: The fewest taps that the implicit GEMM does not compute, and the fewest with which larger sizes are left to the
 #: general kernel.
 MANY_TAPS, MOST_TAPS = 65, 256
-#: Further clocks of an element of grad_input in NCHW whose rows have an odd number of columns, or are no whole sectors
-#: of memory (the medians of 154 times of an H200, in clocks of 1.7 GHz).
-ODD_ROW_CLOCKS, RAGGED_ROW_CLOCKS = 0.0066, 0.0018
+#: The most bytes of one store, and the lanes of a warp that store channels of the same pixel (channels_last), or pixels
+#: of the same channel (NCHW).
+STORE_BYTES, PIXEL_LANES, CHANNEL_LANES = 16, 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,15 +334,31 @@ def expected_clocks(problem: Problem, tile: GradInputTile, device: Device) -> fl
         chunks=tile.chunks_here,
         weights=blocks * tile.chunks_here * channels * k_steps * 8,
         partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
+        sectors=stored_sectors(problem, tile),
     )
-    return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps) + _store_clocks(problem)
+    return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps)
 
 
-def _store_clocks(problem: Problem) -> float:
-    """Returns the further clocks of storing in NCHW."""
-    g, item = problem.geometry, problem.dtype.itemsize
-    if problem.channels_last:
-        return 0.0
-    ragged = RAGGED_ROW_CLOCKS if g.width * item % SECTOR_BYTES else 0.0
-    of_element = ODD_ROW_CLOCKS if g.width % 2 else ragged
-    return of_element * g.batch * g.in_channels * g.height * g.width
+def stored_sectors(problem: Problem, tile: GradInputTile) -> float:
+    """Returns how many sectors of memory all stores touch, each store counted for itself: lanes that store neighbours
+    touch a sector together."""
+    g, channels = problem.geometry, problem.geometry.in_channels_per_group
+    item = 4 if tile.splits > 1 else problem.dtype.itemsize
+    elements = g.batch * g.in_channels * g.height * g.width
+    together = tile.grad_output.block_groups * channels
+    if problem.channels_last and tile.grad_output.block_groups == 1:
+        together = PIXEL_LANES * (_lane_channels(g, tile, item) if channels > 8 else 1)
+    row, stores = g.in_channels, 1
+    if not problem.channels_last:
+        own = 2 * tile.store
+        row, together, stores = g.width, CHANNEL_LANES * own, 1 if g.width % own == 0 else own
+    run = together * item
+    whole = row * item % SECTOR_BYTES == 0 and (run % SECTOR_BYTES == 0 or SECTOR_BYTES % run == 0)
+    touched = max(1.0, run / SECTOR_BYTES) if whole else (run + SECTOR_BYTES - item) / SECTOR_BYTES
+    return elements / together * stores * touched
+
+
+def _lane_channels(geometry: Geometry, tile: GradInputTile, item: int) -> int:
+    """Returns how many neighbouring channels of a pixel a lane stores at once (ADJACENT_CHANNELS of the kernel)."""
+    own, channels = 2 * tile.m_tiles, geometry.in_channels_per_group
+    return own if STORE_BYTES % (own * item) == 0 and channels % own == 0 else 1
