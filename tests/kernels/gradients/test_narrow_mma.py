@@ -75,12 +75,14 @@ def test_larger_tiles_compute_groups_where_they_are_expected_to_be_faster() -> N
     eights = Geometry(8, 64, 32, 32, 64, (3, 3), (1, 1), (1, 1), groups=8)
     narrower = Geometry(8, 64, 32, 32, 32, (3, 3), (1, 1), (1, 1), groups=8)
     strided = replace(eights, stride=(2, 2))
-    for layer, dtype, channels_last, family in (
-        (eights, torch.float16, True, "implicit_gemm"),
-        (narrower, torch.float32, False, "narrow_mma"),
-        (strided, torch.float16, True, "implicit_gemm"),
+    every: tuple[int, ...] = (1, 8, 64)
+    for layer, dtype, channels_last, family, batches in (
+        (eights, torch.float16, True, "implicit_gemm", every),
+        (narrower, torch.float32, False, "narrow_mma", every),
+        (strided, torch.float16, True, "narrow_mma", (1,)),
+        (strided, torch.float16, True, "implicit_gemm", (64,)),
     ):
-        for batch in (1, 8, 64):
+        for batch in batches:
             posed = plan.Problem(layer.with_batch(batch), dtype, "tf32", channels_last, channels_last)
             assert plan.plan_backward(posed, SINGLE[0], H200).family == family
 
@@ -166,3 +168,51 @@ def test_several_taps_against_float64(geometry: Geometry, precision: str, channe
         assert_kernel_matches(
             one.make(), geometry, torch.float32, layouts, 1e-5 if precision == "ieee" else 1e-3, mask
         )
+
+
+#: Few output channels behind numbers of input channels that a lane's stores divide, and that they do not.
+HEADS = [Geometry(2, channels, 9, 13, 2, (3, 3), (2, 2), (1, 1)) for channels in (12, 24, 44, 48, 64, 65)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("geometry", HEADS, ids=str)
+def test_every_share_of_the_channels_against_float64(
+    geometry: Geometry, dtype: torch.dtype, channels_last: bool
+) -> None:
+    torch.manual_seed(0)
+    problem = plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+    shares: dict[tuple[int, int, int], grad_input_narrow_mma.GradInputTile] = {}
+    for tile in grad_input_narrow_mma.grad_input_tiles(problem, H200):
+        if grad_input_narrow_mma.supports_tile(problem, tile):
+            shares.setdefault((tile.m_tiles, tile.warps_m, tile.store), tile)
+    assert len(shares) >= 2
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    for tile in shares.values():
+        part = grad_input_narrow_mma.lower(problem, tile, H200)
+        layouts, mask = (channels_last, channels_last), (True, False, False)
+        assert_kernel_matches(part, geometry, dtype, layouts, tolerance, mask)
+
+
+def test_stores_touch_sectors_together_where_lanes_store_neighbours() -> None:
+    def sectors(channels: int, dtype: torch.dtype, channels_last: bool, width: int, **of_tile: int) -> float:
+        geometry = Geometry(1, channels, 1, width, 2, (3, 3), (2, 2), (1, 1))
+        problem = plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+        tile = next(
+            one
+            for one in grad_input_narrow_mma.grad_input_tiles(problem, H200)
+            if all(getattr(one, name) == value for name, value in of_tile.items()) and one.splits == 1
+        )
+        return grad_input_narrow_mma.stored_sectors(problem, tile)
+
+    # Two m tiles are four channels of a lane: one store of 16 bytes, and 64 channels are eight sectors of a pixel.
+    assert sectors(64, torch.float32, True, 16, m_tiles=2) == 16 * 8
+    # Four m tiles are eight channels, which no store takes: eight lanes store eight neighbours.
+    assert sectors(64, torch.float32, True, 16, m_tiles=4) == 16 * 8
+    assert sectors(64, torch.float16, True, 16, m_tiles=4) == 16 * 4
+    # Half a sector of each channel in 16 bits, whole ones with two pairs of pixels.
+    assert sectors(64, torch.float16, False, 16, store=1) == 64 * 2
+    assert sectors(64, torch.float16, False, 16, store=2) == 64
+    # Rows of an odd number of columns are stored one element at a time, and begin anywhere in a sector.
+    assert sectors(64, torch.float32, False, 15, store=1) == 64 * 15 / 8 * 2 * (32 + 28) / 32
