@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import nsmallest
-from itertools import product
+from itertools import groupby, islice, product
 
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.grad_input.im2col_clocks import (
@@ -45,6 +44,10 @@ NEAR = 3
 #: A shape, the expected clocks of a step of k with it and those of a work tile beside its steps, and whether it is
 #: right for any number of tiles in a row.
 Timed = tuple[Im2colShape, float, float, bool]
+#: How many tiles each work tile of all channels and splits counts for, and the expected clocks of a tile in each shape.
+Run = tuple[int, list[float]]
+#: The batches of maps, by their rows and columns.
+Maps = dict[tuple[int, int], set[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +125,25 @@ def candidates(
     are among these maps."""
     if not supports_some_size(layer, device):
         return ()
-    laid: dict[Im2colKernel, tuple[Timed, ...]] = {}
-    known: dict[tuple[int, Im2colShape], float] = {}
+    known: dict[tuple[int, ...], float] = {}
     found: list[Schedule] = []
     maps = _shaped_maps(layer, sizes)
-    for kernel in kernels(layer, device):
-        whole = replace(kernel, partial=False)
-        if whole not in laid:
-            near = _fastest(layer, whole, tuple(_plain(layer, whole, device)), maps, device, NEAR)
-            laid[whole] = tuple(_laid(layer, whole, shape, device, known) for shape, *_ in near)
-        timed = tuple(
-            (shape, step, store_clocks(layer, kernel, shape), any_count)
-            for shape, step, _, any_count in laid[whole]
-        )
-        found.append(Schedule(kernel, _fastest(layer, kernel, timed, maps, device, 1)))
+    for whole, alike in groupby(kernels(layer, device), key=lambda one: replace(one, partial=False)):
+        plain = list(_plain(layer, whole, device))
+        (near,) = _fastest(plain, [_runs(layer, whole, plain, (1, *SPLITS))], maps, device, NEAR)
+        laid = [_laid(layer, whole, plain[i][0], device, known) for i in sorted(near)]
+        of_kernels = []
+        for kernel in alike:
+            timed = [
+                (shape, step, store_clocks(layer, kernel, shape), any_count)
+                for shape, step, _, any_count in laid
+            ]
+            of_kernels.append(
+                (kernel, timed, _runs(layer, kernel, timed, SPLITS if kernel.partial else (1,)))
+            )
+        fastest = _fastest(laid, [runs for *_, runs in of_kernels], maps, device, 1)
+        for (kernel, timed, _), kept in zip(of_kernels, fastest, strict=True):
+            found.append(Schedule(kernel, tuple(timed[i] for i in sorted(kept))))
     return tuple(found)
 
 
@@ -150,18 +158,28 @@ def _laid(
     kernel: Im2colKernel,
     shape: Im2colShape,
     device: Device,
-    known: dict[tuple[int, Im2colShape], float],
+    known: dict[tuple[int, ...], float],
 ) -> Timed:
     """Returns the shape with the best layout of shared memory and registers. ``known``: the conflicts of the banks that
     were computed already, by the multiplies of a kernel and the shape without its stages, which make no difference."""
-    found = []
-    for one in variants(layer, kernel, shape, device):
-        key = kernel.multiplies, replace(one, input_stages=0, weight_stages=0)
+    count = step_count(layer, kernel, 1)
+
+    def with_conflicts(one: Im2colShape) -> Timed:
+        key = kernel.multiplies, one.images, one.rows, one.cols, one.box_w, one.paired
         if key not in known:
             known[key] = conflicts(layer, kernel, one)
-        found.append(_timed(layer, kernel, one, known[key]))
-    count = step_count(layer, kernel, 1)
-    return min(found, key=lambda timed: count * timed[1] + timed[2])
+        return _timed(layer, kernel, one, known[key])
+
+    def of_sum(timed: Timed) -> float:
+        return count * timed[1] + timed[2]
+
+    first, *others = variants(layer, kernel, shape, device)
+    best = with_conflicts(first)
+    for one in others:
+        # Conflicts only add clocks, so they need not be known where it is no faster without them.
+        if of_sum(_timed(layer, kernel, one, 1.0)) < of_sum(best):
+            best = min(best, with_conflicts(one), key=of_sum)
+    return best
 
 
 def _timed(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, passes: float) -> Timed:
@@ -169,42 +187,58 @@ def _timed(layer: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, pass
     return shape, step, beside, is_aligned(layer, shape)
 
 
+def _runs(
+    layer: StridedProblem, kernel: Im2colKernel, timed: Sequence[Timed], every_split: Iterable[int]
+) -> list[Run]:
+    """Returns the runs of a kernel with each of these numbers of splits."""
+    channel_blocks, found = blocks(layer, kernel), []
+    for splits in every_split:
+        count = step_count(layer, kernel, splits)
+        found.append((splits * channel_blocks, [count * step + beside for _, step, beside, _ in timed]))
+    return found
+
+
 def _fastest(
-    layer: StridedProblem,
-    kernel: Im2colKernel,
-    timed: tuple[Timed, ...],
-    maps: list[tuple[int, int, int]],
-    device: Device,
-    count: int,
-) -> tuple[Timed, ...]:
-    """Returns the shapes that are among the ``count`` fastest ones for one of the maps, with some number of splits."""
-    channel_blocks = blocks(layer, kernel)
-    every_split = SPLITS if kernel.partial else (1, *SPLITS) if count > 1 else (1,)
-    counts = [(splits * channel_blocks, step_count(layer, kernel, splits)) for splits in every_split]
-    narrow = {i for i, (shape, *_) in enumerate(timed) if not shape.wide}
-    kept: set[int] = set()
-    for batch, rows, cols in maps:
-        works = [
-            (-(-batch // shape.images) * -(-rows // shape.rows) * -(-cols // shape.cols), step, beside, i)
-            for i, (shape, step, beside, any_count) in enumerate(timed)
+    timed: Sequence[Timed], kernels_runs: Sequence[Sequence[Run]], maps: Maps, device: Device, count: int
+) -> list[set[int]]:
+    """Returns for each kernel, of which there are these runs, the shapes that are among the ``count`` fastest ones for
+    one of the maps, with some number of splits."""
+    found: list[set[int]] = [set() for _ in kernels_runs]
+    for (rows, cols), batches in maps.items():
+        suited = [
+            i
+            for i, (shape, _, _, any_count) in enumerate(timed)
             if (any_count or cols <= shape.cols) and shape.suits(rows, cols)
         ]
-        for parts, steps in counts:
-            clocks = [
-                (-(-work * parts // device.multiprocessors) * (steps * step + beside), i)
-                for work, step, beside, i in works
-            ]
-            kept.update(i for _, i in nsmallest(count, clocks))
-            # Wide boxes are not legal for every width.
-            kept.update(i for _, i in nsmallest(count, [one for one in clocks if one[1] in narrow]))
-    return tuple(one for i, one in enumerate(timed) if i in kept)
+        shapes_here = [timed[i][0] for i in suited]
+        of_image = [(one.images, -(-rows // one.rows) * -(-cols // one.cols)) for one in shapes_here]
+        narrow = [not one.wide for one in shapes_here]
+        works = [[-(-batch // images) * tiles for images, tiles in of_image] for batch in batches]
+        for runs, kept in zip(kernels_runs, found, strict=True):
+            fastest: set[int] = set()
+            for parts, of_tile in runs:
+                here = [of_tile[i] for i in suited]
+                for work in works:
+                    clocks = [
+                        -(-tiles * parts // device.multiprocessors) * one
+                        for tiles, one in zip(work, here, strict=True)
+                    ]
+                    order = sorted(range(len(clocks)), key=clocks.__getitem__)
+                    fastest.update(order[:count])
+                    # Wide boxes are not legal for every width.
+                    if not all(narrow):
+                        fastest.update(islice(filter(narrow.__getitem__, order), count))
+            kept.update(suited[i] for i in fastest)
+    return found
 
 
-def _shaped_maps(layer: StridedProblem, sizes: Sequence[StridedProblem]) -> list[tuple[int, int, int]]:
-    """Returns the batch, rows and columns of maps for which a kernel has its shapes."""
-    found = [(size.geometry.batch, *size.positions) for size in sizes]
+def _shaped_maps(layer: StridedProblem, sizes: Sequence[StridedProblem]) -> Maps:
+    """Returns the maps for which a kernel has its shapes."""
+    found: Maps = {}
+    for size in sizes:
+        found.setdefault(size.positions, set()).add(size.geometry.batch)
     for rows, cols in product((1,), SHAPED_COLUMNS) if layer.one_row else product(SHAPED_SIDES, SHAPED_SIDES):
         if layer.one_row or max(rows, cols) <= 2 * min(rows, cols):
             batches = (batch for batch in SHAPED_BATCHES if batch * rows * cols <= SHAPED_POSITIONS)
-            found += [(batch, rows, cols) for batch in batches]
+            found.setdefault((rows, cols), set()).update(batches)
     return found

@@ -7,7 +7,8 @@ The constants are fitted to 2,335 times of an H100, in clocks of 1.7 GHz; the st
 
 from __future__ import annotations
 
-from itertools import product
+from collections import Counter
+from collections.abc import Iterator
 from math import gcd
 
 from tconv_swap.kernels.common.hardware import SECTOR_BYTES
@@ -48,33 +49,40 @@ MULTIPLY_CLOCKS, LOAD_CLOCKS, OPERAND_CLOCKS = 0.93, 0.76, 1.34
 
 def conflicts(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> float:
     """Returns how many passes over the banks of shared memory a load of the im2col operand takes, on average."""
-    width, size, (step_h, step_w) = shape.cols, word(problem), problem.step
-    channel = box_h(problem, shape) * shape.box_w
-    existing = shape.images * shape.rows * width
-    before = alignment_columns(problem, shape.wide)
-
-    def first_element(position: int) -> int:
-        if position >= existing:
-            return before
-        image = position // (width * shape.rows) * kernel.stage_channels * channel
-        return (
-            before + image + position // width % shape.rows * step_h * shape.box_w + position % width * step_w
-        )
+    size, channel = word(problem), box_h(problem, shape) * shape.box_w
 
     def element(k: int) -> int:
         channels, rows, cols = offset(problem, k)
         return channels * channel + rows * shape.box_w + cols
 
-    passes = []
     quads = 1 if regular(problem, kernel.stage_channels) else 2 * steps(problem, kernel)
-    read = range(0, quads, max(1, quads // 4))
-    words = [[element((4 * quad + t) * size) for t in range(4)] for quad in read]
-    for warp, half in product(range(0, 4 * kernel.multiplies, 3), range(2)):
-        lanes = range(half, 16, 2) if shape.paired else range(8 * half, 8 * half + 8)
-        positions = [first_element(warp * 16 + lane) for lane in lanes]
-        for quad in words:
-            passes.append(max_of_a_bank({(first + at) // size for first in positions for at in quad}))
-    return sum(passes) / len(passes)
+    words = [
+        [element((4 * quad + t) * size) for t in range(4)] for quad in range(0, quads, max(1, quads // 4))
+    ]
+    # Neither the order of loads nor the word at which one begins matters, so equal ones are counted once.
+    loads = Counter(_loads(problem, kernel, shape))
+    passes = sum(
+        count * max_of_a_bank({(first + at) // size for first in lanes for at in quad})
+        for lanes, count in loads.items()
+        for quad in words
+    )
+    return passes / (loads.total() * len(words))
+
+
+def _loads(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> Iterator[tuple[int, ...]]:
+    """Yields the first element that each lane reads in some of the loads, from the word of the first lane."""
+    (step_h, step_w), size = problem.step, word(problem)
+    image = kernel.stage_channels * box_h(problem, shape) * shape.box_w
+    before = alignment_columns(problem, shape.wide)
+    rows = range(before, before + shape.rows * step_h * shape.box_w, step_h * shape.box_w)
+    cols = range(0, shape.cols * step_w, step_w)
+    first = [one * image + row + col for one in range(shape.images) for row in rows for col in cols]
+    first += [before] * (kernel.positions - len(first))
+    for warp in range(0, len(first), 3 * 16):
+        lanes = first[warp : warp + 16]
+        for half in (lanes[::2], lanes[1::2]) if shape.paired else (lanes[:8], lanes[8:]):
+            begin = half[0] // size * size
+            yield tuple(one - begin for one in half)
 
 
 def step_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape, passes: float) -> float:
