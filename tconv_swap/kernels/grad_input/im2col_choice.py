@@ -204,6 +204,7 @@ def _fastest(
     """Returns for each kernel, of which there are these runs, the shapes that are among the ``count`` fastest ones for
     one of the maps, with some number of splits."""
     found: list[set[int]] = [set() for _ in kernels_runs]
+    multiprocessors = device.multiprocessors
     for (rows, cols), batches in maps.items():
         suited = [
             i
@@ -212,7 +213,9 @@ def _fastest(
         ]
         shapes_here = [timed[i][0] for i in suited]
         of_image = [(one.images, -(-rows // one.rows) * -(-cols // one.cols)) for one in shapes_here]
+        # Wide boxes are not legal for every width.
         narrow = [not one.wide for one in shapes_here]
+        all_narrow = all(narrow)
         works = [[-(-batch // images) * tiles for images, tiles in of_image] for batch in batches]
         for runs, kept in zip(kernels_runs, found, strict=True):
             fastest: set[int] = set()
@@ -220,13 +223,12 @@ def _fastest(
                 here = [of_tile[i] for i in suited]
                 for work in works:
                     clocks = [
-                        -(-tiles * parts // device.multiprocessors) * one
+                        -(-tiles * parts // multiprocessors) * one
                         for tiles, one in zip(work, here, strict=True)
                     ]
                     order = sorted(range(len(clocks)), key=clocks.__getitem__)
                     fastest.update(order[:count])
-                    # Wide boxes are not legal for every width.
-                    if not all(narrow):
+                    if not all_narrow:
                         fastest.update(islice(filter(narrow.__getitem__, order), count))
             kept.update(suited[i] for i in fastest)
     return found

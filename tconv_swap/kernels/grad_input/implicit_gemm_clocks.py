@@ -53,18 +53,19 @@ MANY_REGISTERS, CROWDED = 90, 1.1
 FAR, FAR_MMA = 0.23, 1.0
 
 
-def clocks(problem: StridedProblem, tile: Tile, device: Device, of_block: float | None = None) -> float:
-    """Returns the expected clocks of a problem with this tile; ``of_block``: its ``block_clocks``, if known."""
-    if of_block is None:
-        of_block = block_clocks(problem, tile)
-    geometry = problem.geometry
-    resident = device.multiprocessors * tile.blocks_per_multiprocessor
-    blocks = block_count(problem, tile)
+def clocks(problem: StridedProblem, tile: Tile, device: Device) -> float:
+    """Returns the expected clocks of a problem with this tile."""
+    return clocks_of_blocks(problem, tile, device, block_count(problem, tile), block_clocks(problem, tile))
+
+
+def clocks_of_blocks(
+    problem: StridedProblem, tile: Tile, device: Device, blocks: int, of_block: float
+) -> float:
+    """Returns the same for so many blocks of which each takes so many clocks."""
+    multiprocessors, resident = device.multiprocessors, tile.blocks_per_multiprocessor
     # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
-    rounds = blocks // resident * tile.blocks_per_multiprocessor + ceil_div(
-        blocks % resident, device.multiprocessors
-    )
-    weights = geometry.in_channels_per_group * geometry.out_channels * geometry.taps
+    whole, rest = divmod(blocks, multiprocessors * resident)
+    rounds = whole * resident - (-rest // multiprocessors)
     outputs = problem.grad_input_elements
     odd = not problem.output_channels_last and problem.positions[1] % 2
     return (
@@ -72,7 +73,7 @@ def clocks(problem: StridedProblem, tile: Tile, device: Device, of_block: float 
         + rounds * of_block
         + BYTE_CLOCKS * problem.moved_bytes
         + (ODD_ROW_CLOCKS * outputs if odd else 0)
-        + PACKED_BYTE_CLOCKS * 2 * weights * problem.item * problem.parts
+        + PACKED_BYTE_CLOCKS * 2 * problem.weight_elements * problem.item * problem.parts
         + (PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits if tile.splits > 1 else 0)
     )
 

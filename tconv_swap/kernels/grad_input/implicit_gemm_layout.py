@@ -48,6 +48,16 @@ class StridedProblem(TileProblem):
         return self.geometry.batch * self.geometry.out_channels * self.positions[0] * self.positions[1]
 
     @cached_property
+    def image_bytes(self) -> int:
+        """Returns the bytes of an image of grad_output."""
+        return self.geometry.in_channels * self.geometry.height * self.geometry.width * self.item
+
+    @cached_property
+    def weight_elements(self) -> int:
+        """Returns how many elements the weight has."""
+        return self.geometry.in_channels_per_group * self.geometry.out_channels * self.geometry.taps
+
+    @cached_property
     def row_multiple(self) -> int:
         """Returns a number that divides the columns of grad_output at every size, and with ``flat`` the columns that
         the positions of a row have there."""
@@ -252,6 +262,16 @@ def copied_box(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
 def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
     """Returns the bytes of shared memory of one block, as grad_input/implicit_gemm_layout.cuh counts them; the kernel
     asserts that both agree."""
+    return tile.stages * stage_bytes(problem, tile) + output_bytes(problem, tile)
+
+
+def output_bytes(problem: StridedProblem, tile: Tile) -> int:
+    """Returns the bytes of shared memory in which the warps of a block collect outputs."""
+    return consumer_threads(tile) // 32 * staged_bytes(problem, tile) if tile.wgmma else 0
+
+
+def stage_bytes(problem: StridedProblem, tile: Tile) -> int:
+    """Returns the bytes of shared memory of one stage, with its barriers."""
     step, shift = problem.step[1], problem.max_shift
     copied_rows, copied_cols, alignment_columns = copied_box(problem, tile)
     images, rows, cols = tile.fragment
@@ -291,10 +311,7 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
     input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(problem.phase_taps) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
-    stages = tile.stages * (input_words * 4 + weight_bytes)
-    if not tile.wgmma:
-        return stages
-    return stages + consumer_threads(tile) // 32 * staged_bytes(problem, tile) + 16 * tile.stages
+    return input_words * 4 + weight_bytes + (16 if tile.wgmma else 0)
 
 
 def consumer_threads(tile: Tile) -> int:

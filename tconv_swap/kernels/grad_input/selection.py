@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from itertools import islice
 from typing import Any
 
 from tconv_swap.kernels.common.one_pixel import kernels_of_gradient, may_begin
@@ -22,6 +22,7 @@ from tconv_swap.kernels.common.schedules import (
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_candidates as grad_input_candidates
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
@@ -83,9 +84,14 @@ def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
     loaded = grad_input_tma.supports(read, device)
     by_tma = grad_input_tma_choice.candidates(of_any_size(read), device) if loaded else ()
     by_im2col = grad_input_im2col.supports(problem, device)
-    by_threads = grad_input_choice.supports(layer, device)
+    by_threads, of_layer = (
+        grad_input_choice.supports(layer, device),
+        grad_input_candidates.tiles_of_layer(layer, device),
+    )
     return Kernels(
-        tuple(grad_input_choice.candidates(problem, device)) if by_threads else (),
+        tuple(one.schedule for one in grad_input_candidates.candidates(problem, of_layer))
+        if by_threads
+        else (),
         tuple((shape,) for kernel in by_tma for shape in kernel),
         tuple(grad_input_im2col_choice.every_shape(layer, device)) if by_im2col else (),
         grad_input_narrow_mma.candidates([posed], device)
@@ -110,21 +116,18 @@ def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devic
 
 
 def _of_implicit_gemm(sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
-    kept: dict[grad_input_choice.Schedule, None] = {}
-    of_blocks: dict[tuple[grad_input_choice.Schedule, int], float] = {}
-
-    def clocks(one: grad_input_choice.Schedule, size: StridedProblem) -> float:
-        return grad_input_choice.expected_clocks(one, size, device, of_blocks)
-
+    of_layer = grad_input_candidates.tiles_of_layer(sizes[0], device)
+    kept: dict[grad_input_choice.Schedule, grad_input_candidates.Candidate] = {}
     for size in _with_other_tiles(sizes):
-        every = grad_input_choice.candidates(size, device)
-        timed = [(clocks(one, size), one) for one in every]
-        nearest = [one for _, one in sorted(timed, key=itemgetter(0))]
-        kept.update(dict.fromkeys(nearest[:BEST]))
-        kept.update(dict.fromkeys([one for one in nearest if one.computes_any_size(size)][:BEST]))
-    for one in kept:
-        times = [clocks(one, size) for size in sizes]
-        yield Timed("implicit_gemm", one, times, one.computes_any_size(sizes[0]))
+        every = list(grad_input_candidates.candidates(size, of_layer))
+        clocks = grad_input_candidates.expected_clocks(every, size, device)
+        nearest = [every[i] for i in sorted(range(len(every)), key=clocks.__getitem__)]
+        kept.update((one.schedule, one) for one in nearest[:BEST])
+        of_any_size = (one for one in nearest if one.schedule.computes_any_size(size))
+        kept.update((one.schedule, one) for one in islice(of_any_size, BEST))
+    times = [grad_input_candidates.expected_clocks(kept.values(), size, device) for size in sizes]
+    for one, of_sizes in zip(kept, zip(*times, strict=True), strict=True):
+        yield Timed("implicit_gemm", one, list(of_sizes), one.computes_any_size(sizes[0]))
 
 
 def _with_other_tiles(sizes: Sequence[StridedProblem]) -> Iterator[StridedProblem]:

@@ -22,6 +22,7 @@ from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_PIXELS
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_candidates as grad_input_candidates
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
@@ -144,7 +145,8 @@ def test_the_assumptions_of_an_implicit_gemm_kernel_hold_for_its_sizes(seed: int
         image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
         sizes, _ = representatives(of_any_size(posed))
         drawn = [posed, *rng.sample(sizes, min(3, len(sizes)))]
-        every = {one for size in drawn for one in grad_input_choice.candidates(size, H200)}
+        of_layer = grad_input_candidates.tiles_of_layer(posed, H200)
+        every = {one.schedule for size in drawn for one in grad_input_candidates.candidates(size, of_layer)}
         ranked = grad_input_choice.ranked(every, posed, H200)
         assert len(ranked) == sum(one.legal(posed) for one in every)
         assert [clocks for clocks, *_ in ranked] == sorted(clocks for clocks, *_ in ranked)
