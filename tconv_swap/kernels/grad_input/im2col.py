@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -73,9 +74,28 @@ def ranked_tiles(
     the fastest first."""
     if not supports(problem, device):
         return []
+    return grad_input_im2col_choice.ranked(among, problem, device, _copy_clocks(problem))
+
+
+def best_clocks(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[float]:
+    """Returns the expected clocks of this size with the best tile of each of the kernels; infinitely many where it has
+    none."""
+    if not supports(problem, device):
+        return [math.inf for _ in among]
+    copied = _copy_clocks(problem)
+    return [
+        min(
+            (clocks for clocks, _ in grad_input_im2col_choice.ranked([one], problem, device, copied)),
+            default=math.inf,
+        )
+        for one in among
+    ]
+
+
+def _copy_clocks(problem: StridedProblem) -> float:
+    """Returns the expected clocks of the copy of grad_output with longer rows, or 0 if there is none."""
     rows = copied_rows(problem)
-    copied = copies_clocks([rows], problem.dtype) if rows is not None else 0.0
-    return grad_input_im2col_choice.ranked(among, problem, device, copied)
+    return copies_clocks([rows], problem.dtype) if rows is not None else 0.0
 
 
 def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:

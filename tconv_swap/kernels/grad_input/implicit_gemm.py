@@ -90,7 +90,7 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return _of_stride_one(problem, device, count)
     found = ranked(problem, device)[:count]
     if len(found) < count and count > 1:
-        found += _of_other_kernels(problem, device)
+        found += tuple(_of_other_kernels(problem, device))
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]
 
@@ -105,7 +105,7 @@ def expected_clocks(problem: Problem, device: Device) -> float:
         wider = replace(problem, geometry=replace(problem.geometry, out_channels=channels))
         return expected_clocks(wider, device) + copies_clocks(copied, problem.dtype)
     if by_forward_kernels(problem, device):
-        found = forward_plan.ranked(as_forward(problem), device)
+        found = tuple(forward_plan.ranked(as_forward(problem), device))
     else:
         found = ranked(problem, device)
     return found[0].clocks if found else inf
@@ -143,22 +143,24 @@ def _forward_is_faster(layer: StridedProblem, device: Device) -> bool:
     return ratio > 0
 
 
-def ranked(problem: Problem, device: Device) -> list[Ranked]:
+@lru_cache(maxsize=256)
+def ranked(problem: Problem, device: Device) -> tuple[Ranked, ...]:
     """Returns the parts of the layer's kernels for a problem that they read as it lies, with their expected clocks: the
-    one that is expected to be the fastest, then the best of each family in turn."""
+    one that is expected to be the fastest, then the best of each family in turn. (The plans of one size ask several
+    times.)"""
     problem = as_exact(problem, device)
     convolution = as_convolution(problem)
-    return _ranked(kernels_of(of_any_size(convolution), device), problem, convolution, device)
+    return tuple(_ranked(kernels_of(of_any_size(convolution), device), problem, convolution, device))
 
 
-def ranked_from_copies(problem: Problem, device: Device) -> list[Ranked]:
+@lru_cache(maxsize=256)
+def ranked_from_copies(problem: Problem, device: Device) -> tuple[Ranked, ...]:
     """Returns the parts of the layer's kernels that read channels_last, for a problem in NCHW whose grad_output is
     copied already and whose weight is copied by another launch, with the expected clocks of all but the former."""
     problem = as_exact(problem, device)
     layer = of_any_size(as_convolution(problem))
-    return grad_input_nchw_to_nhwc.ranked_from_copies(
-        kernels_of(layer, device).implicit_gemm_tma, problem, device
-    )
+    kernels = kernels_of(layer, device).implicit_gemm_tma
+    return tuple(grad_input_nchw_to_nhwc.ranked_from_copies(kernels, problem, device))
 
 
 def _of_other_kernels(problem: Problem, device: Device) -> list[Ranked]:

@@ -72,11 +72,12 @@ class Candidate(NamedTuple):
     posed: StridedProblem
     of_block: dict[tuple[int, int], float]
 
-    def block_clocks(self, tile: Tile) -> float:
-        """Returns the clocks of a block with the splits of this tile."""
-        key = tile.stages, tile.splits
+    def block_clocks(self, splits: int) -> float:
+        """Returns the clocks of a block with so many splits."""
+        tile = self.schedule.tile
+        key = tile.stages, splits
         if key not in self.of_block:
-            self.of_block[key] = block_clocks(self.posed, tile)
+            self.of_block[key] = block_clocks(self.posed, tile._replace(splits=splits))
         return self.of_block[key]
 
 
@@ -138,9 +139,9 @@ def expected_clocks(among: Iterable[Candidate], problem: StridedProblem, device:
         if key not in known:
             known[key] = block_count(problem, tile._replace(splits=1))
         blocks = known[key]
-        if tile.splits > 1:
-            tile = tile._replace(splits=splits_of(problem, tile, blocks, device.multiprocessors))
-        found.append(clocks_of_blocks(problem, tile, device, blocks * tile.splits, one.block_clocks(tile)))
+        splits = splits_of(problem, tile, blocks, device.multiprocessors)
+        of_block = one.block_clocks(splits)
+        found.append(clocks_of_blocks(problem, tile, device, splits, blocks * splits, of_block))
     return found
 
 

@@ -85,8 +85,10 @@ def ranked(
 
 
 def splits_of(problem: StridedProblem, tile: Tile, blocks: int, multiprocessors: int) -> int:
-    """Returns over how many blocks the sum over channels of a tile with splits is split; without them the problem has
+    """Returns over how many blocks the sum over channels of a schedule's tile is split; without splits the problem has
     so many ``blocks``."""
+    if tile.splits == 1:
+        return 1
     splits = 2
     if pays_to_split(problem, tile, blocks, multiprocessors):
         room, most = multiprocessors * tile.blocks_per_multiprocessor, most_splits(problem, tile)

@@ -55,13 +55,14 @@ FAR, FAR_MMA = 0.23, 1.0
 
 def clocks(problem: StridedProblem, tile: Tile, device: Device) -> float:
     """Returns the expected clocks of a problem with this tile."""
-    return clocks_of_blocks(problem, tile, device, block_count(problem, tile), block_clocks(problem, tile))
+    blocks, of_block = block_count(problem, tile), block_clocks(problem, tile)
+    return clocks_of_blocks(problem, tile, device, tile.splits, blocks, of_block)
 
 
 def clocks_of_blocks(
-    problem: StridedProblem, tile: Tile, device: Device, blocks: int, of_block: float
+    problem: StridedProblem, tile: Tile, device: Device, splits: int, blocks: int, of_block: float
 ) -> float:
-    """Returns the same for so many blocks of which each takes so many clocks."""
+    """Returns the same with so many splits, for so many blocks, of which each takes so many clocks."""
     multiprocessors, resident = device.multiprocessors, tile.blocks_per_multiprocessor
     # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
     whole, rest = divmod(blocks, multiprocessors * resident)
@@ -74,7 +75,7 @@ def clocks_of_blocks(
         + BYTE_CLOCKS * problem.moved_bytes
         + (ODD_ROW_CLOCKS * outputs if odd else 0)
         + PACKED_BYTE_CLOCKS * 2 * problem.weight_elements * problem.item * problem.parts
-        + (PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits if tile.splits > 1 else 0)
+        + (PARTIAL_BYTE_CLOCKS * 4 * outputs * splits if splits > 1 else 0)
     )
 
 

@@ -156,24 +156,32 @@ def _of_tma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devi
 def _of_copies(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     if not grad_input_nchw_to_nhwc.supports_some_size(layer, device):
         return
-    copies = [grad_input_nchw_to_nhwc.convolution_of_copies(size) for size in sizes]
+    # What the kernels read, and the clocks of the copies.
+    copies = [
+        (
+            grad_input_nchw_to_nhwc.convolution_of_copies(size),
+            grad_input_nchw_to_nhwc.expected(size, 0.0, COPY_SHARE),
+        )
+        if grad_input_nchw_to_nhwc.supports(size, device)
+        else None
+        for size in sizes
+    ]
     of_layer = grad_input_nchw_to_nhwc.convolution_of_copies(layer)
     for kernel in grad_input_tma_choice.candidates(of_layer, device):
         times = [
-            grad_input_nchw_to_nhwc.expected(
-                size, _best(grad_input_tma_choice.ranked([kernel], copy, device)), COPY_SHARE
-            )
-            if grad_input_nchw_to_nhwc.supports(size, device)
+            _best(grad_input_tma_choice.ranked([kernel], copied[0], device)) + copied[1]
+            if copied
             else math.inf
-            for size, copy in zip(sizes, copies, strict=True)
+            for copied in copies
         ]
         yield Timed("implicit_gemm_tma", kernel, times, False)
 
 
 def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
-    for schedule in grad_input_im2col_choice.candidates(layer, sizes, device):
-        times = [_best(grad_input_im2col.ranked_tiles([schedule], size, device)) for size in sizes]
-        yield Timed("im2col", schedule, times, False)
+    schedules = grad_input_im2col_choice.candidates(layer, sizes, device)
+    times = [grad_input_im2col.best_clocks(schedules, size, device) for size in sizes]
+    for schedule, of_sizes in zip(schedules, zip(*times, strict=True), strict=True):
+        yield Timed("im2col", schedule, list(of_sizes), False)
 
 
 def _of_narrow_mma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
