@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import inf
 
 import torch
 
@@ -43,7 +44,13 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     rounds_nothing,
     why,
 )
-from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_mma_cost import (
+    GRAD_INPUT,
+    Multiplies,
+    microseconds,
+    tile_work,
+    work_of_size,
+)
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -307,36 +314,51 @@ def _with_splits(
 
 
 def expected_clocks(problem: Problem, tile: GradInputTile, device: Device) -> float:
-    """Returns the expected clocks of a size that the tile supports."""
-    geometry, grad_output = problem.geometry, tile.grad_output
-    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
-    across = blocks_across(geometry, tile)
-    blocks = across * ceil_div(down, _segment_tiles(down, across, device.multiprocessors * tile.resident, 2))
+    """Returns the expected clocks of a size; infinitely many if the tile does not support it."""
+    (clocks,) = clocks_of_sizes(tile, [problem], device)
+    return clocks
+
+
+def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Device) -> list[float]:
+    """Returns the expected clocks of sizes of a layer; infinitely many where the tile does not support the size."""
+    layer, grad_output, resident = sizes[0], tile.grad_output, tile.resident
+    geometry = layer.geometry
     k_steps = ceil_div(chunk_taps(geometry, grad_output), 8)
     rows_read = 2 if geometry.in_channels_per_group <= 8 else 4
+    multiplies = Multiplies(
+        grad_output.threads // 32 * k_steps * tile.chunks_here,
+        tile.m_tiles,
+        tile.n_tiles,
+        tile.passes,
+        0 if tile.weights_in_registers else rows_read,
+    )
+    of_tile = tile_work(layer, grad_output, multiplies)
     channels = (
         min(16 * tile.m_tiles * tile.warps_m, geometry.in_channels_per_group) * grad_output.block_groups
     )
-    work, warps = work_of(
-        problem,
-        grad_output,
-        Multiplies(
-            grad_output.threads // 32 * k_steps * tile.chunks_here,
-            tile.m_tiles,
-            tile.n_tiles,
-            tile.passes,
-            0 if tile.weights_in_registers else rows_read,
-        ),
-        device,
-        tiles=across * down,
-        blocks=blocks,
-        resident=tile.resident,
-        chunks=tile.chunks_here,
-        weights=blocks * tile.chunks_here * channels * k_steps * 8,
-        partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
-        sectors=stored_sectors(problem, tile),
-    )
-    return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps)
+    found = []
+    for problem in sizes:
+        if not supports_tile(problem, tile):
+            found.append(inf)
+            continue
+        geometry = problem.geometry
+        down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
+        across = blocks_across(geometry, tile)
+        blocks = across * ceil_div(down, _segment_tiles(down, across, device.multiprocessors * resident, 2))
+        work, warps = work_of_size(
+            problem,
+            of_tile,
+            device,
+            tiles=across * down,
+            blocks=blocks,
+            resident=resident,
+            chunks=tile.chunks_here,
+            weights=blocks * tile.chunks_here * channels * k_steps * 8,
+            partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
+            sectors=stored_sectors(problem, tile),
+        )
+        found.append(CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps))
+    return found
 
 
 def stored_sectors(problem: Problem, tile: GradInputTile) -> float:

@@ -187,12 +187,7 @@ def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: D
 def _of_narrow_mma(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
     posed = [as_problem(size) for size in sizes]
     for tile in grad_input_narrow_mma.candidates(posed, device):
-        times = [
-            grad_input_narrow_mma.expected_clocks(problem, tile, device)
-            if grad_input_narrow_mma.supports_tile(problem, tile)
-            else math.inf
-            for problem in posed
-        ]
+        times = grad_input_narrow_mma.clocks_of_sizes(tile, posed, device)
         any_size = grad_input_narrow_mma.computes_any_size(as_problem(layer), tile)
         yield Timed("narrow_mma", tile, times, any_size)
 

@@ -124,6 +124,49 @@ def microseconds(work: Work, prices: Prices, warps: float) -> float:
     return total
 
 
+class TileWork(NamedTuple):
+    """The work of one chunk of a tile, which is the same for all sizes of a layer."""
+
+    multiplies: Multiplies
+    #: Passes over the banks, products and instructions of a step.
+    reads: float
+    products: int
+    instructions: int
+    #: Elements of grad_output for each thread of a warp, whether they go through registers, how many a load has, and
+    #: whether the addresses of loads are computed anew.
+    elements: float
+    through_registers: bool
+    load: int
+    places: bool
+    loaded_bytes: float
+    threads: int
+
+
+def tile_work(problem: Problem, grad_output: GradOutputTile, multiplies: Multiplies) -> TileWork:
+    """Returns the work of one chunk of a tile."""
+    geometry, channels_last, bytes_ = problem.geometry, problem.channels_last, problem.dtype.itemsize
+    few_channels = geometry.in_channels_per_group <= 8
+    products, additions, splitting = 1, 0, 1 if bytes_ == 4 else 0
+    if rounds_nothing(problem):
+        products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
+    m, n = multiplies.m_tiles, multiplies.n_tiles
+    return TileWork(
+        multiplies,
+        reads=2 * n * multiplies.passes + multiplies.other_reads * m,
+        products=products,
+        instructions=n * 2 * (1 + splitting) + 2 + m * 4 * (1 + splitting) + m * n * (products + additions),
+        elements=grad_output.channels
+        * rows(geometry, grad_output)
+        * columns(geometry, grad_output, channels_last)
+        / 32,
+        through_registers=not grad_output.async_,
+        load=grad_output.load,
+        places=loads(geometry, grad_output, channels_last) > MAX_KEPT_SOURCES,
+        loaded_bytes=loaded_bytes(geometry, grad_output, channels_last, bytes_),
+        threads=grad_output.threads,
+    )
+
+
 def work_of(
     problem: Problem,
     grad_output: GradOutputTile,
@@ -136,12 +179,30 @@ def work_of(
     weights: float = 0.0,
     inputs: float = 0.0,
     partial_bytes: float = 0.0,
-    sectors: float = 0.0,
 ) -> tuple[Work, float]:
     """Returns the work of a multiprocessor, and how many warps are resident on it, for ``tiles`` tiles of ``chunks``
     chunks of the taps each, in ``blocks`` blocks of which ``resident`` run on a multiprocessor at a time. ``weights``:
-    loads of weights of all blocks; ``inputs``: loads of the input of a tile; ``sectors``: that all stores touch."""
-    geometry, channels_last, bytes_ = problem.geometry, problem.channels_last, problem.dtype.itemsize
+    loads of weights of all blocks; ``inputs``: loads of the input of a tile."""
+    of_tile = tile_work(problem, grad_output, multiplies)
+    return work_of_size(
+        problem, of_tile, device, tiles, blocks, resident, chunks, weights, inputs, partial_bytes
+    )
+
+
+def work_of_size(
+    problem: Problem,
+    of_tile: TileWork,
+    device: Device,
+    tiles: int,
+    blocks: int,
+    resident: int,
+    chunks: int,
+    weights: float = 0.0,
+    inputs: float = 0.0,
+    partial_bytes: float = 0.0,
+    sectors: float = 0.0,
+) -> tuple[Work, float]:
+    """Returns the same if the work of one chunk of a tile is known. ``sectors``: that all stores touch."""
     multiprocessors = device.multiprocessors
     occupied = max(1.0, min(resident, blocks / multiprocessors))
     rounds = blocks / (multiprocessors * resident)
@@ -150,34 +211,23 @@ def work_of(
     else:
         uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
     share = tiles / multiprocessors * uneven
-
-    few_channels = geometry.in_channels_per_group <= 8
-    products, additions, splitting = 1, 0, 1 if bytes_ == 4 else 0
-    if rounds_nothing(problem):
-        products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
-    m, n = multiplies.m_tiles, multiplies.n_tiles
-    instructions = n * 2 * (1 + splitting) + 2 + m * 4 * (1 + splitting) + m * n * (products + additions)
-    elements = (
-        grad_output.channels
-        * rows(geometry, grad_output)
-        * columns(geometry, grad_output, channels_last)
-        / 32
-    )
-    count = loads(geometry, grad_output, channels_last)
+    multiplies = of_tile.multiplies
+    steps, elements = share * multiplies.steps, share * chunks * of_tile.elements
+    copies = elements / of_tile.load
     work = Work(
-        reads=share * multiplies.steps * (2 * n * multiplies.passes + multiplies.other_reads * m),
-        multiplies=share * multiplies.steps * m * n * products,
-        instructions=share * multiplies.steps * instructions,
-        copies=share * chunks * elements / grad_output.load,
-        places=share * chunks * elements / grad_output.load if count > MAX_KEPT_SOURCES else 0.0,
-        puts=0.0 if grad_output.async_ else share * chunks * elements,
+        reads=steps * of_tile.reads,
+        multiplies=steps * multiplies.m_tiles * multiplies.n_tiles * of_tile.products,
+        instructions=steps * of_tile.instructions,
+        copies=copies,
+        places=copies if of_tile.places else 0.0,
+        puts=elements if of_tile.through_registers else 0.0,
         weights=weights / 32 / multiprocessors,
         inputs=share * inputs,
-        loaded=tiles * chunks * loaded_bytes(geometry, grad_output, channels_last, bytes_) / multiprocessors,
-        tensors=geometry.elements * bytes_ / multiprocessors,
+        loaded=tiles * chunks * of_tile.loaded_bytes / multiprocessors,
+        tensors=problem.geometry.elements * problem.dtype.itemsize / multiprocessors,
         partials=partial_bytes / multiprocessors,
         sectors=sectors / multiprocessors,
         steps=share * chunks / occupied,
         rounds=max(1.0, rounds),
     )
-    return work, occupied * grad_output.threads / 32
+    return work, occupied * of_tile.threads / 32
