@@ -1,5 +1,5 @@
-"""The tiles of csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu that a layer may have
-over all its sizes, and the best of those that it has for each size. The functions are pure."""
+"""The kernels of csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.cu that a layer has,
+the sizes for which each is right, and the best of them for each size. The functions are pure."""
 
 from __future__ import annotations
 
