@@ -355,15 +355,15 @@ def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Devic
             chunks=tile.chunks_here,
             weights=blocks * tile.chunks_here * channels * k_steps * 8,
             partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
-            sectors=stored_sectors(problem, tile),
+            sectors=further_sectors(problem, tile),
         )
         found.append(CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps))
     return found
 
 
-def stored_sectors(problem: Problem, tile: GradInputTile) -> float:
-    """Returns how many sectors of memory all stores touch, each store counted for itself: lanes that store neighbours
-    touch a sector together."""
+def further_sectors(problem: Problem, tile: GradInputTile) -> float:
+    """Returns how many sectors of memory all stores touch beyond those that the results fill: each store is counted for
+    itself, and lanes that store neighbours touch a sector together."""
     g, channels = problem.geometry, problem.geometry.in_channels_per_group
     item = 4 if tile.splits > 1 else problem.dtype.itemsize
     elements = g.batch * g.in_channels * g.height * g.width
@@ -377,7 +377,7 @@ def stored_sectors(problem: Problem, tile: GradInputTile) -> float:
     run = together * item
     whole = row * item % SECTOR_BYTES == 0 and (run % SECTOR_BYTES == 0 or SECTOR_BYTES % run == 0)
     touched = max(1.0, run / SECTOR_BYTES) if whole else (run + SECTOR_BYTES - item) / SECTOR_BYTES
-    return elements / together * stores * touched
+    return elements / together * stores * touched - elements * item / SECTOR_BYTES
 
 
 def _lane_channels(geometry: Geometry, tile: GradInputTile, item: int) -> int:

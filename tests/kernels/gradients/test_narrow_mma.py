@@ -204,7 +204,8 @@ def test_stores_touch_sectors_together_where_lanes_store_neighbours() -> None:
             for one in grad_input_narrow_mma.grad_input_tiles(problem, H200)
             if all(getattr(one, name) == value for name, value in of_tile.items()) and one.splits == 1
         )
-        return grad_input_narrow_mma.stored_sectors(problem, tile)
+        filled = channels * width * dtype.itemsize / 32
+        return grad_input_narrow_mma.further_sectors(problem, tile) + filled
 
     # Two m tiles are four channels of a lane: one store of 16 bytes, and 64 channels are eight sectors of a pixel.
     assert sectors(64, torch.float32, True, 16, m_tiles=2) == 16 * 8
