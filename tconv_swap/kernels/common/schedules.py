@@ -205,38 +205,46 @@ def select_covering(
     """
     if not times:
         return ()
+    schedules = list(times)
     best = [min(of_size) for of_size in zip(*times.values(), strict=True)]
     weighted = [(j, shortest, weights[j]) for j, shortest in enumerate(best) if shortest < math.inf]
-    regrets = {
-        one: [weight * math.log(min(MAX_REGRET, row[j] / shortest)) for j, shortest, weight in weighted]
-        for one, row in times.items()
-    }
-    most = [weight * math.log(MAX_REGRET) for _, _, weight in weighted]
+    largest = math.log(MAX_REGRET)
+    # Conditions, because calls of min take several times as long.
+    regrets = [
+        [
+            weight * (math.log(longer) if (longer := row[j] / shortest) < MAX_REGRET else largest)
+            for j, shortest, weight in weighted
+        ]
+        for row in times.values()
+    ]
+    most = [weight * largest for _, _, weight in weighted]
 
-    def together(chosen: Sequence[_Schedule]) -> list[float]:
-        return [min(of_size) for of_size in zip(most, *map(regrets.__getitem__, chosen), strict=True)]
+    def joined(among: Iterable[int], chosen: Sequence[int]) -> tuple[float, int]:
+        """Returns the least regret of the chosen schedules and another one, and that one."""
+        now = [min(of_size) for of_size in zip(most, *(regrets[i] for i in chosen), strict=True)]
+        return min(
+            (sum([a if a < b else b for a, b in zip(now, regrets[i], strict=True)]), i) for i in among
+        )
 
-    def joined(among: Iterable[_Schedule], chosen: Sequence[_Schedule]) -> tuple[float, _Schedule]:
-        """Returns the least regret of the chosen ones and another one, and that one."""
-        now = together(chosen)
-        return min(((sum(map(min, now, regrets[one])), one) for one in among), key=itemgetter(0))
-
-    always = list(first) or list(times)
+    indices = {one: i for i, one in enumerate(schedules)}
+    every = range(len(schedules))
+    always = [indices[one] for one in first] or every
     regret, better = joined(always, ())
     found = [better]
     while len(found) < limit:
-        less, better = joined(times, found)
+        less, better = joined(every, found)
         if less >= regret:
             break
         regret = less
         found.append(better)
-    # Each of them in turn is replaced if another one reduces the regret, until no one is, at most twice.
-    kept = 0
+    # Each of them in turn is replaced if another one reduces the regret, until no one is, at most twice. The last one
+    # that was found is the best beside the others.
+    kept = 1
     for i in (*range(len(found)), *range(len(found))):
-        less, better = joined(times if i else always, found[:i] + found[i + 1 :])
-        kept += 1
-        if less < regret:
-            regret, found[i], kept = less, better, 0
         if kept == len(found):
             break
-    return tuple(found)
+        less, better = joined(every if i else always, found[:i] + found[i + 1 :])
+        kept += 1
+        if less < regret:
+            regret, found[i], kept = less, better, 1
+    return tuple(schedules[i] for i in found)
