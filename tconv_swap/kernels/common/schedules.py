@@ -222,9 +222,7 @@ def select_covering(
     def joined(among: Iterable[int], chosen: Sequence[int]) -> tuple[float, int]:
         """Returns the least regret of the chosen schedules and another one, and that one."""
         now = [min(of_size) for of_size in zip(most, *(regrets[i] for i in chosen), strict=True)]
-        return min(
-            (sum([a if a < b else b for a, b in zip(now, regrets[i], strict=True)]), i) for i in among
-        )
+        return min((sum([a if a < b else b for a, b in zip(now, regrets[i], strict=True)]), i) for i in among)
 
     indices = {one: i for i, one in enumerate(schedules)}
     every = range(len(schedules))

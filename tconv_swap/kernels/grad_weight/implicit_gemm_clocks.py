@@ -90,7 +90,8 @@ def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
     multiplies = _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile)
     clocks = TILE_CLOCKS + multiplies + _copy_clocks(problem, operands)
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
-    clocks *= max(1.0, WARPS / resident) ** FEW_WARPS
+    if resident < WARPS:
+        clocks *= (WARPS / resident) ** FEW_WARPS
     if tile.blocks_per_multiprocessor > 1:
         clocks *= TWO_BLOCKS_IEEE if problem.is_ieee else TWO_BLOCKS
     blocks = weight_tiles(problem, tile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,11 +92,12 @@ def item_bytes(problem: Problem) -> int:
 def tap_blocks(problem: Problem, tile: Tile) -> Pair:
     """Returns into how many blocks the taps are cut, along rows and columns."""
 
-    def blocks(axis: int) -> int:
-        kernel, step, count = problem.geometry.kernel[axis], tile.tap_step[axis], tile.taps[axis]
-        return min(step, kernel) * ceil_div(ceil_div(kernel, step), count)
-
-    return blocks(0), blocks(1)
+    (kernel_h, kernel_w), (step_h, step_w) = problem.geometry.kernel, tile.tap_step
+    rows, columns = tile.taps
+    return (
+        min(step_h, kernel_h) * ceil_div(ceil_div(kernel_h, step_h), rows),
+        min(step_w, kernel_w) * ceil_div(ceil_div(kernel_w, step_w), columns),
+    )
 
 
 def weight_tiles(problem: Problem, tile: Tile) -> int:
@@ -183,58 +184,44 @@ def _window(
     )
 
 
-def windows(problem: Problem, tile: Tile) -> Operands:
-    """Returns the windows of the input and of grad_output; the number of stages does not change them."""
-    threads, pixels = tile.threads, tile.shape
-    return (
-        _input_window(problem, threads, tile.block_m, pixels, tile.multiples[0]),
-        _grad_output_window(
-            problem, threads, tile.block_n, tile.taps, tile.tap_step, pixels, tile.multiples[1]
-        ),
-    )
-
-
 def shared_bytes(stages: int, operands: Operands) -> int:
     """Returns the dynamic shared memory of a block, from its ``windows``."""
     into, out = operands
     return stages * (into.bytes + out.bytes) + into.table_bytes + out.table_bytes
 
 
-@lru_cache(maxsize=4096)
-def _input_window(
-    problem: Problem, threads: int, channels: int, pixels: tuple[int, int, int], multiple: int
-) -> Window:
-    """Returns the window of the input. Through registers, short copies were measured to be faster."""
-    g = problem.geometry
-    found = [
-        _window(problem, pixels, channels, (1, 1), (0, 0), (1, 1), 0, copy)
-        for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiple, pixels[2])
-    ]
-    short_copies = item_bytes(problem) == 2 and not problem.channels_last
-    return _of_fewest_registers(found, threads, 1 if short_copies else -1)
+def most_stages(operands: Operands, available: int) -> int:
+    """Returns the most stages whose ``shared_bytes`` are available."""
+    into, out = operands
+    return (available - into.table_bytes - out.table_bytes) // (into.bytes + out.bytes)
 
 
-@lru_cache(maxsize=4096)
-def _grad_output_window(
-    problem: Problem,
-    threads: int,
-    channels: int,
-    taps: Pair,
-    tap_step: Pair,
-    pixels: tuple[int, int, int],
-    multiple: int,
-) -> Window:
-    """Returns the window of grad_output."""
+def _input_windows(
+    problem: Problem, channels: int, pixels: tuple[int, int, int], multiple: int
+) -> list[Window]:
+    """Returns the windows of the input, the preferred ones first: through registers, short copies were measured to be
+    faster."""
     g = problem.geometry
+    copies = _copies(problem, g.in_channels, g.in_channels_per_group, multiple, pixels[2])
+    if item_bytes(problem) == 2 and not problem.channels_last:
+        copies.reverse()
+    return [_window(problem, pixels, channels, (1, 1), (0, 0), (1, 1), 0, copy) for copy in copies]
+
+
+def _grad_output_windows(
+    problem: Problem, channels: int, taps: tuple[Pair, Pair], pixels: tuple[int, int, int], multiple: int
+) -> list[Window]:
+    """Returns the windows of grad_output, the preferred ones, with the longest copies, first."""
+    g, (counts, steps) = problem.geometry, taps
     rows, columns = (
-        _taps_of(taps[axis], tap_step[axis] * g.dilation[axis], g.stride[axis]) for axis in (0, 1)
+        _taps_of(counts[axis], steps[axis] * g.dilation[axis], g.stride[axis]) for axis in (0, 1)
     )
     phases, shifts = (rows[0], columns[0]), (rows[1], columns[1])
     span = pixels[2] * g.stride[1]
     # Columns of different phases go to different places, so they are copied one by one.
     split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
     copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiple, span)
-    found = [
+    return [
         _window(
             problem,
             pixels,
@@ -242,12 +229,11 @@ def _grad_output_window(
             phases,
             shifts,
             g.stride,
-            _misalignment(g.kernel[1], g.dilation[1], g.padding[1], taps[1], tap_step[1], copy),
+            _misalignment(g.kernel[1], g.dilation[1], g.padding[1], counts[1], steps[1], copy),
             copy,
         )
         for copy in copies
     ]
-    return _of_fewest_registers(found, threads, -1)
 
 
 @lru_cache(maxsize=1024)
@@ -268,10 +254,11 @@ def _misalignment(kernel: int, dilation: int, padding: int, taps: int, tap_step:
     return max(base % copy for base in bases)
 
 
-def _of_fewest_registers(found: list[Window], threads: int, sign: int) -> Window:
-    """Returns the window whose copies need the fewest registers; of equals the one with the shortest copies if
-    ``sign`` is 1, with the longest if it is -1."""
-    return min(found, key=lambda window: (window.staged_registers(threads), sign * window.copy))
+def _of_fewest_registers(found: list[Window], threads: int) -> Window:
+    """Returns the window whose copies need the fewest registers; of equals the first one."""
+    if len(found) == 1 or not found[0].through_registers:
+        return found[0]
+    return min(found, key=lambda window: window.staged_registers(threads))
 
 
 def _copies(problem: Problem, channels: int, group: int, multiple: int, span: int) -> list[int]:
@@ -280,6 +267,38 @@ def _copies(problem: Problem, channels: int, group: int, multiple: int, span: in
     most = COPY_BYTES // item_bytes(problem)
     aligned = math.gcd(channels, group) if problem.channels_last else math.gcd(multiple, span)
     return [copy for copy in (8, 4, 2, 1) if copy <= most and aligned % copy == 0]
+
+
+class Windows:
+    """The windows of the tiles of a layer. Many tiles have the same ones, so each is computed once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._input: dict[tuple[Any, ...], list[Window]] = {}
+        self._grad_output: dict[tuple[Any, ...], list[Window]] = {}
+
+    def of(
+        self,
+        threads: int,
+        block: Pair,
+        taps: tuple[Pair, Pair],
+        pixels: tuple[int, int, int],
+        multiples: Pair,
+    ) -> Operands:
+        """Returns the windows of the input and of grad_output.
+        Args:
+            block: input and output channels of a block.
+            taps: of a block, and the steps between them.
+        """
+        read = block[0], pixels, multiples[0]
+        into = self._input.get(read)
+        if into is None:
+            into = self._input[read] = _input_windows(self._problem, *read)
+        read_of_output = block[1], taps, pixels, multiples[1]
+        out = self._grad_output.get(read_of_output)
+        if out is None:
+            out = self._grad_output[read_of_output] = _grad_output_windows(self._problem, *read_of_output)
+        return _of_fewest_registers(into, threads), _of_fewest_registers(out, threads)
 
 
 def tile_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
