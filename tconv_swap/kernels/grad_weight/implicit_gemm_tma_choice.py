@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from operator import itemgetter
 
 from tconv_swap.geometry import Geometry
@@ -14,9 +15,10 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import (
     expected_clocks,
     loaded_elements,
     work_of,
+    works_of,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import clocks_of_sizes as clocks_of_work
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, fits_map
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import Limits, TmaTile, candidates, limits_of
 from tconv_swap.kernels.grad_weight.layer import counts_in_32_bits, pixel_tiles
 from tconv_swap.kernels.problem import Device, Problem
 
@@ -35,9 +37,10 @@ def schedule_of(problem: Problem, tma_tile: TmaTile) -> Schedule:
     return Schedule(problem, tma_tile, work_of(problem, tma_tile))
 
 
-def tiles_of(geometry: Geometry, shape: tuple[int, int, int]) -> int:
-    """Returns how many tiles of ``shape`` cover the pixels of a size; 0 if they do not compute it correctly."""
-    fits = fits_map(shape, geometry) and counts_in_32_bits(geometry, shape)
+def tiles_of(geometry: Geometry, limits: Limits, shape: tuple[int, int, int]) -> int:
+    """Returns how many tiles of ``shape`` cover the pixels of a size with these limits; 0 if they do not compute it
+    correctly."""
+    fits = limits.fit(shape) and counts_in_32_bits(geometry, shape)
     return pixel_tiles(geometry, shape) if fits else 0
 
 
@@ -46,9 +49,9 @@ def ranked(
 ) -> list[tuple[float, int, Schedule]]:
     """Returns the expected clocks and the number of splits of the schedules that compute a size, the fastest expected
     first."""
-    timed = []
+    limits, timed = limits_of(geometry), []
     for one in among:
-        if tiles := tiles_of(geometry, one.tma_tile.tile.shape):
+        if tiles := tiles_of(geometry, limits, one.tma_tile.tile.shape):
             elements = loaded_elements(geometry, one.work.channels_read)
             timed.append((*expected_clocks(one.work, tiles, elements, device), one))
     return sorted(timed, key=itemgetter(0))
@@ -59,26 +62,30 @@ def clocks_of_sizes(
 ) -> Iterator[tuple[Schedule, list[float]]]:
     """Yields schedules with their expected clocks for each size, infinite where one does not compute it. Of those
     that differ in nothing but the clocks of a tile, it yields the first of the fastest."""
-    fastest: dict[tuple[tuple[int, int, int], Work], Schedule] = {}
+    fastest: dict[tuple[tuple[int, int, int], tuple[int, int, int]], Schedule] = {}
     for one in among:
-        alike = one.tma_tile.tile.shape, one.work._replace(clocks=0.0)
+        alike = one.tma_tile.tile.shape, one.work.beside_clocks
         kept = fastest.setdefault(alike, one)
         if one.work.clocks < kept.work.clocks:
             fastest[alike] = one
-    loads: dict[tuple[tuple[int, int, int], int], list[tuple[int, int]]] = {}
+    limits = [limits_of(g) for g in sizes]
+    tiles: dict[tuple[int, int, int], list[int]] = {}
+    elements: dict[int, list[int]] = {}
     for one in fastest.values():
-        shape, work = one.tma_tile.tile.shape, one.work
-        read = shape, work.channels_read
-        if read not in loads:
-            loads[read] = [(tiles_of(g, shape), loaded_elements(g, work.channels_read)) for g in sizes]
-        yield one, clocks_of_work(work, loads[read], device)
+        shape, read = one.tma_tile.tile.shape, one.work.channels_read
+        if shape not in tiles:
+            tiles[shape] = [tiles_of(g, most, shape) for g, most in zip(sizes, limits, strict=True)]
+        if read not in elements:
+            elements[read] = [loaded_elements(g, read) for g in sizes]
+        loads = zip(tiles[shape], elements[read], strict=True)
+        yield one, clocks_of_work(one.work, loads, device)
 
 
 @lru_cache(maxsize=256)
 def pool(layer: Problem, device: Device, sizes: tuple[Geometry, ...]) -> tuple[Schedule, ...]:
     """Returns all schedules with tiles that suit maps of these sizes."""
     found = sorted(candidates(layer, device, sizes), key=_oddness)
-    return tuple(schedule_of(layer, tma_tile) for tma_tile in found)
+    return tuple(map(Schedule, repeat(layer), found, works_of(layer, found)))
 
 
 def _oddness(tma_tile: TmaTile) -> tuple[int, bool]:

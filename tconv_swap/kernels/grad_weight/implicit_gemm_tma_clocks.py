@@ -8,20 +8,21 @@ The constants are fitted to 3,505 times of an H100, in clocks of 1.7 GHz; the st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import SECTOR_BYTES
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, weight_tiles
+from tconv_swap.kernels.grad_weight.implicit_gemm_tile import Tile, tap_blocks, weight_tiles
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     MIN_STAGES,
     ROW_BYTES,
     STEP_PIXELS,
     TmaTile,
+    box_bytes,
+    boxes_of,
     has_gaps,
-    stage_bytes,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -56,30 +57,56 @@ class Work(NamedTuple):
     split_bytes: int
     channels_read: int
 
+    @property
+    def beside_clocks(self) -> tuple[int, int, int]:
+        """Returns everything but the clocks."""
+        return self.blocks, self.split_bytes, self.channels_read
+
 
 def work_of(problem: Problem, tma_tile: TmaTile) -> Work:
     """Returns the work of a tile."""
-    g, tile = problem.geometry, tma_tile.tile
-    steps = tile.threads // 128 * tile.warp_taps * tile.pixels / STEP_PIXELS
+    return next(works_of(problem, (tma_tile,)))
+
+
+def works_of(problem: Problem, tma_tiles: Iterable[TmaTile]) -> Iterator[Work]:
+    """Yields the work of each tile of a layer. What tiles of the same taps, and of the same pixels, have in common is
+    computed once."""
+    g = problem.geometry
     ragged = any(channels * 2 % SECTOR_BYTES for channels in (g.in_channels, g.out_channels))
-    of_input = tma_tile.input_blocks * tile.pixels * ROW_BYTES
-    far = 1 + FAR * max(0, g.stride[1] - 2) / tma_tile.channel_blocks
-    loaded = of_input + far * (stage_bytes(problem, tma_tile) - of_input)
-    load = LOADED_BYTE_CLOCKS * (RAGGED_PIXELS if ragged else 1.0) * loaded
-    clocks = TILE_CLOCKS + MULTIPLY_CLOCKS * steps * tile.warp_n / 2 + load
-    met = 0
-    if has_gaps(problem):
-        # Every tap has pixels of its own; those of the unused taps of a block are loaded too.
-        taps = math.prod(
-            blocks * taken for blocks, taken in zip(tap_blocks(problem, tile), tile.taps, strict=True)
-        )
-        met = taps * g.out_channels
-    blocks = weight_tiles(problem, tile)
-    return Work(
-        clocks * (FEW_STAGES if tile.stages == MIN_STAGES else 1.0),
-        blocks,
-        blocks * tile.threads * tile.sums * 4,
-        met,
+    byte_clocks = LOADED_BYTE_CLOCKS * (RAGGED_PIXELS if ragged else 1.0)
+    far, gaps = FAR * max(0, g.stride[1] - 2), has_gaps(problem)
+    products: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+    bytes_of_boxes: dict[tuple[Any, ...], int] = {}
+    for tma_tile in tma_tiles:
+        tile, channel_blocks = tma_tile.tile, tma_tile.channel_blocks
+        taps, pixels = (tile.taps, tile.tap_step), tile.shape
+        alike = taps, tile.warps, tile.warp_n, tile.warp_taps
+        if alike not in products:
+            blocks = weight_tiles(problem, tile)
+            products[alike] = (
+                blocks,
+                blocks * tile.threads * tile.sums * 4,
+                _taps_read(problem, tile) if gaps else 0,
+            )
+        loaded = taps, pixels, tma_tile.box_per_tap_col
+        if loaded not in bytes_of_boxes:
+            boxes = boxes_of(g, *loaded)
+            bytes_of_boxes[loaded] = boxes.per_channel_block * box_bytes(boxes.shape)
+        blocks, split_bytes, taps_read = products[alike]
+        of_input = tma_tile.input_blocks * tile.pixels * ROW_BYTES
+        of_stage = tma_tile.input_blocks * box_bytes(pixels) + channel_blocks * bytes_of_boxes[loaded]
+        load = byte_clocks * (of_input + (1 + far / channel_blocks) * (of_stage - of_input))
+        steps = tile.threads // 128 * tile.warp_taps * tile.pixels / STEP_PIXELS
+        clocks = TILE_CLOCKS + MULTIPLY_CLOCKS * steps * tile.warp_n / 2 + load
+        few = FEW_STAGES if tile.stages == MIN_STAGES else 1.0
+        yield Work(clocks * few, blocks, split_bytes, taps_read * g.out_channels)
+
+
+def _taps_read(problem: Problem, tile: Tile) -> int:
+    """Returns the taps whose pixels are loaded where every tap has pixels of its own: also the unused ones of a
+    block."""
+    return math.prod(
+        blocks * taken for blocks, taken in zip(tap_blocks(problem, tile), tile.taps, strict=True)
     )
 
 
@@ -124,14 +151,15 @@ def _cuts(work: Work, tiles: int, device: Device) -> list[Cut]:
     ]
 
 
-def _expected(work: Work, tiles: int, elements: int, cuts: Iterable[Cut]) -> tuple[float, int]:
-    fixed = LAUNCH_CLOCKS + BYTE_CLOCKS * 2 * elements + GRADIENT_BYTE_CLOCKS * work.split_bytes
+def _product_clocks(work: Work, tiles: int, cuts: Iterable[Cut]) -> tuple[float, int]:
+    """Returns the expected clocks of the product and of adding up its splits, and the number of splits with which it
+    takes them."""
     best, best_splits = math.inf, 1
     for splits, rounds, added_clocks in cuts:
-        clocks = rounds * ceil_div(tiles, splits) * work.clocks + added_clocks
+        clocks = rounds * -(-tiles // splits) * work.clocks + added_clocks
         if clocks < best:
             best, best_splits = clocks, splits
-    return fixed + best, best_splits
+    return best, best_splits
 
 
 def expected_clocks(work: Work, tiles: int, elements: int, device: Device) -> tuple[float, int]:
@@ -140,17 +168,24 @@ def expected_clocks(work: Work, tiles: int, elements: int, device: Device) -> tu
         tiles: of pixels.
         elements: that are loaded (``loaded_elements``).
     """
-    return _expected(work, tiles, elements, _cuts(work, tiles, device))
+    product, splits = _product_clocks(work, tiles, _cuts(work, tiles, device))
+    return _fixed_clocks(work, elements) + product, splits
+
+
+def _fixed_clocks(work: Work, elements: int) -> float:
+    return LAUNCH_CLOCKS + BYTE_CLOCKS * 2 * elements + GRADIENT_BYTE_CLOCKS * work.split_bytes
 
 
 def clocks_of_sizes(work: Work, sizes: Iterable[tuple[int, int]], device: Device) -> list[float]:
     """Returns the expected clocks for each size, which is its tiles of pixels, or 0 where the kernel does not compute
-    it, and the elements that are loaded; infinite where it does not. Large sizes have the same choices of splits."""
+    it, and the elements that are loaded; infinite where it does not. Large sizes have the same choices of splits, and
+    many sizes have as many tiles as others."""
     of_many = _cuts(work, INT32_LIMIT, device)
     most = of_many[-1].splits
-    return [
-        _expected(work, tiles, elements, of_many if tiles >= most else _cuts(work, tiles, device))[0]
-        if tiles
-        else math.inf
-        for tiles, elements in sizes
-    ]
+    products, found = {0: math.inf}, []
+    for tiles, elements in sizes:
+        if tiles not in products:
+            cuts = of_many if tiles >= most else _cuts(work, tiles, device)
+            products[tiles] = _product_clocks(work, tiles, cuts)[0]
+        found.append(_fixed_clocks(work, elements) + products[tiles])
+    return found

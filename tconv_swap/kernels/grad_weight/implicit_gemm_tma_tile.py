@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_REGISTERS, REGISTERS
@@ -74,56 +75,59 @@ class TmaTile:
         return f"{self.tile}{', a box per tap column' if self.box_per_tap_col else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """The taps of one axis in a block.
+class Boxes(NamedTuple):
+    """The boxes of grad_output in a stage.
     Attributes:
-        pitch: pixels of grad_output from tap to tap.
-        period: after so many taps the phase repeats.
-        phases: that the taps touch.
-        reach: how far they reach within a phase.
+        shape: images, rows and columns of a box.
+        per_channel_block: boxes for each 64 output channels.
     """
 
-    pitch: int
-    period: int
-    phases: int
-    reach: int
+    shape: tuple[int, int, int]
+    per_channel_block: int
 
 
-def axis_of(problem: Problem, tile: Tile, axis: int) -> Axis:
-    """Returns the taps of a tile along one axis."""
-    g = problem.geometry
-    return _axis(tile.taps[axis], tile.tap_step[axis] * g.dilation[axis], g.stride[axis])
+def boxes_of(
+    geometry: Geometry, taps: tuple[Pair, Pair], pixels: tuple[int, int, int], box_per_tap_col: bool
+) -> Boxes:
+    """Returns the boxes of grad_output of a tile.
+    Args:
+        taps: rows and columns of taps of a block, and the steps between them.
+        pixels: images, rows and columns of the tile.
+    """
+    (phases_h, reach_h), (phases_w, reach_w) = reach_of(geometry, taps, 0), reach_of(geometry, taps, 1)
+    images, rows, cols = pixels
+    if box_per_tap_col:
+        phases_w, reach_w = taps[0][1], 0
+    return Boxes((images, rows + reach_h, cols + reach_w), phases_h * phases_w)
 
 
-@lru_cache(maxsize=4096)
-def _axis(count: int, pitch: int, stride: int) -> Axis:
-    period = stride // math.gcd(stride, pitch)
-    return Axis(pitch, period, min(count, period), (count - 1) * pitch // stride)
+def reach_of(geometry: Geometry, taps: tuple[Pair, Pair], axis: int) -> Pair:
+    """Returns the phases that the taps of a block touch along an axis, and how far they reach within a phase."""
+    (counts, steps), stride = taps, geometry.stride[axis]
+    pitch = steps[axis] * geometry.dilation[axis]
+    return min(counts[axis], stride // math.gcd(stride, pitch)), (counts[axis] - 1) * pitch // stride
 
 
 def box_shape(problem: Problem, tma_tile: TmaTile) -> tuple[int, int, int]:
     """Returns images, rows and columns of a box of grad_output."""
-    tile = tma_tile.tile
-    rows = tile.rows + axis_of(problem, tile, 0).reach
-    return tile.images, rows, tile.cols + (0 if tma_tile.box_per_tap_col else axis_of(problem, tile, 1).reach)
+    return _boxes(problem, tma_tile).shape
 
 
-def box_count(problem: Problem, tma_tile: TmaTile) -> int:
-    """Returns the boxes of grad_output in a stage."""
+def _boxes(problem: Problem, tma_tile: TmaTile) -> Boxes:
     tile = tma_tile.tile
-    cols = tile.taps[1] if tma_tile.box_per_tap_col else axis_of(problem, tile, 1).phases
-    return axis_of(problem, tile, 0).phases * cols * tma_tile.channel_blocks
+    return boxes_of(problem.geometry, (tile.taps, tile.tap_step), tile.shape, tma_tile.box_per_tap_col)
 
 
 def stage_bytes(problem: Problem, tma_tile: TmaTile) -> int:
     """Returns the shared memory of a stage."""
+    boxes = _boxes(problem, tma_tile)
+    of_input = tma_tile.input_blocks * box_bytes(tma_tile.tile.shape)
+    return of_input + boxes.per_channel_block * tma_tile.channel_blocks * box_bytes(boxes.shape)
 
-    def aligned(pixels: int) -> int:
-        return round_up(pixels * ROW_BYTES, BOX_ALIGNMENT)
 
-    box = math.prod(box_shape(problem, tma_tile))
-    return tma_tile.input_blocks * aligned(tma_tile.tile.pixels) + box_count(problem, tma_tile) * aligned(box)
+def box_bytes(shape: tuple[int, int, int]) -> int:
+    """Returns the shared memory of a box of so many images, rows and columns."""
+    return round_up(shape[0] * shape[1] * shape[2] * ROW_BYTES, BOX_ALIGNMENT)
 
 
 def shared_bytes(problem: Problem, tma_tile: TmaTile) -> int:
@@ -131,14 +135,10 @@ def shared_bytes(problem: Problem, tma_tile: TmaTile) -> int:
     return BOX_ALIGNMENT + tma_tile.tile.stages * (stage_bytes(problem, tma_tile) + 16)
 
 
-def _groups_are_contiguous(problem: Problem, tma_tile: TmaTile) -> bool:
+@lru_cache(maxsize=8192)
+def _groups_are_contiguous(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
     """Returns whether the two groups of 8 pixels of each multiply are contiguous, and always the same distance
     apart."""
-    return _groups_of_8(tma_tile.tile.shape, box_shape(problem, tma_tile))
-
-
-@lru_cache(maxsize=8192)
-def _groups_of_8(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
     _, rows, cols = box
 
     def position(k: int) -> int:
@@ -214,34 +214,29 @@ def candidates(
 ) -> Iterator[TmaTile]:
     """Yields all tiles that fit the maps of these sizes (None: of the problem's own)."""
     maps = [problem.geometry] if sizes is None else sizes
+    choices = list(dict.fromkeys(pixels for g in maps for pixels in _pixels_of(g)))
     for taps, tap_step in _tap_choices(problem):
-        shapes = list(_warpgroup_choices(problem, math.prod(taps)))
-        for pixels, box_per_tap_col in _pixel_choices(problem, taps, tap_step, maps) if shapes else ():
-            for warps, warp_n, warp_taps in shapes:
-                tile = Tile(warps, 16, warp_n, warp_taps, taps, tap_step, *pixels, MIN_STAGES, 1, True)
-                fitted = _with_max_stages(problem, TmaTile(tile, box_per_tap_col), device)
-                if fitted is not None:
-                    yield fitted
-
-
-def _with_max_stages(problem: Problem, tma_tile: TmaTile, device: Device) -> TmaTile | None:
-    """Returns the tile with as many stages as shared memory holds, or None if those are too few."""
-    if not tma_tile.fits_registers or box_count(problem, tma_tile) > MAX_BOXES:
-        return None
-    available = device.shared_memory_per_block - BOX_ALIGNMENT
-    each = stage_bytes(problem, tma_tile)
-    stages = min(MAX_STAGES, available // (each + 16))
-    tile = tma_tile.tile
-    # A single split stores its sums through the stages' memory.
-    if stages < MIN_STAGES or stages * each < tile.block_m * _staged_row_bytes(tile):
-        return None
-    t = tile
-    return TmaTile(
-        Tile(
-            t.warps, 16, t.warp_n, t.warp_taps, t.taps, t.tap_step, t.images, t.rows, t.cols, stages, 1, True
-        ),
-        tma_tile.box_per_tap_col,
-    )
+        # Tiles of one pixel: the others differ from them in nothing else.
+        unfilled = [
+            TmaTile(Tile(warps, 16, warp_n, warp_taps, taps, tap_step, 1, 1, 1, MIN_STAGES, 1, True), False)
+            for warps, warp_n, warp_taps in _warpgroup_choices(problem, math.prod(taps))
+        ]
+        shapes = [
+            (one.tile, one.input_blocks, one.channel_blocks, one.tile.block_m * _staged_row_bytes(one.tile))
+            for one in unfilled
+            if one.fits_registers
+        ]
+        loaded = _loaded(problem, (taps, tap_step), choices) if shapes else ()
+        for pixels, box_per_tap_col, boxes in loaded:
+            input_box, output_boxes = box_bytes(pixels), boxes.per_channel_block * box_bytes(boxes.shape)
+            for tile, input_blocks, channel_blocks, staged in shapes:
+                each = input_blocks * input_box + channel_blocks * output_boxes
+                stages = min(MAX_STAGES, (device.shared_memory_per_block - BOX_ALIGNMENT) // (each + 16))
+                if stages < MIN_STAGES or boxes.per_channel_block * channel_blocks > MAX_BOXES:
+                    continue
+                # A single split stores its sums through the stages' memory.
+                if stages * each >= staged:
+                    yield TmaTile(Tile(*tile[:6], *pixels, stages, 1, True), box_per_tap_col)
 
 
 def _staged_row_bytes(tile: Tile) -> int:
@@ -294,36 +289,49 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int,
             yield (4 * groups_m, groups_n, groups_t, 1), warp_n, warp_taps
 
 
-def fits_map(shape: tuple[int, int, int], geometry: Geometry) -> bool:
-    """Returns whether tiles of so many images, rows and columns may cover a map: what lies beyond it meets no pixel
-    that it should not."""
-    return _fits_axis(geometry, 0, shape[1]) and _fits_axis(geometry, 1, shape[2])
+class Limits(NamedTuple):
+    """What the tiles of a map must keep.
+    Attributes:
+        height, width: of the map.
+        beyond: how many rows and columns beyond it a tile may have, so that what lies there meets no pixel that it
+            should not.
+    """
+
+    height: int
+    width: int
+    beyond: Pair
+
+    def fit(self, shape: tuple[int, int, int]) -> bool:
+        """Returns whether tiles of so many images, rows and columns may cover the map."""
+        _, rows, cols = shape
+        return -self.height % rows <= self.beyond[0] and -self.width % cols <= self.beyond[1]
 
 
-def _fits_axis(geometry: Geometry, axis: int, side: int) -> bool:
-    return -(geometry.height, geometry.width)[axis] % side <= max_beyond(geometry, axis)
+def limits_of(geometry: Geometry) -> Limits:
+    """Returns the limits of the tiles of a map."""
+    g = geometry
+    return Limits(g.height, g.width, (max_beyond(g, 0), max_beyond(g, 1)))
 
 
-def _pixel_choices(
-    problem: Problem, taps: Pair, tap_step: Pair, maps: Sequence[Geometry]
-) -> Iterator[tuple[tuple[int, int, int], bool]]:
-    """Yields images, rows and columns of a tile of pixels, and whether each tap column has a box of its own."""
-    stride = problem.geometry.stride
-    for pixels in dict.fromkeys(pixels for g in maps for pixels in _pixels_of(g)):
-        for box_per_tap_col in (False, True):
-            tile = Tile((4, 1, 1, 1), 16, 64, 1, taps, tap_step, *pixels, MIN_STAGES, 1, True)
-            if box_per_tap_col and axis_of(problem, tile, 1).reach == 0:
-                continue
-            tma_tile = TmaTile(tile, box_per_tap_col)
-            shape = box_shape(problem, tma_tile)
-            spans = shape[0], (shape[1] - 1) * stride[0] + 1, (shape[2] - 1) * stride[1] + 1
-            if max(spans) <= MAX_BOX and _groups_are_contiguous(problem, tma_tile):
-                yield pixels, box_per_tap_col
+def _loaded(
+    problem: Problem, taps: tuple[Pair, Pair], choices: Iterable[tuple[int, int, int]]
+) -> Iterator[tuple[tuple[int, int, int], bool, Boxes]]:
+    """Yields those choices of images, rows and columns of a tile of pixels that boxes can load, whether each tap column
+    has a box of its own, and the boxes."""
+    g = problem.geometry
+    shifted = reach_of(g, taps, 1)[1] > 0
+    for pixels in choices:
+        for box_per_tap_col in (False, True) if shifted else (False,):
+            boxes = boxes_of(g, taps, pixels, box_per_tap_col)
+            images, rows, cols = boxes.shape
+            most = max(images, (rows - 1) * g.stride[0] + 1, (cols - 1) * g.stride[1] + 1)
+            if most <= MAX_BOX and _groups_are_contiguous(pixels, boxes.shape):
+                yield pixels, box_per_tap_col, boxes
 
 
 @lru_cache(maxsize=1024)
 def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
-    g = geometry
+    g, limits = geometry, limits_of(geometry)
     widths = {cols for cols in (8, 16, 32, 64) if cols < 2 * g.width} | (
         {g.width} if g.width <= MAX_WHOLE_SIDE else set()
     )
@@ -338,8 +346,7 @@ def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
         if images < 2 * g.batch
         and 32 <= images * rows * cols <= 256
         and images * rows * cols % STEP_PIXELS == 0
-        and _fits_axis(g, 0, rows)
-        and _fits_axis(g, 1, cols)
+        and limits.fit((images, rows, cols))
     )
 
 
