@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -105,9 +106,10 @@ def supports_tile(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bo
 
 def candidates(sizes: Sequence[Problem], device: Device) -> tuple[GradWeightTile, ...]:
     """Returns the tiles that a layer of these sizes may have."""
+    tiles = list(grad_weight_tiles(sizes[0], device))
     return pool(
         sizes,
-        lambda problem: grad_weight_tiles(problem, device),
+        lambda problem: _suiting(problem, tiles),
         lambda problem, tile: supports_tile(problem, tile, False),
         lambda problem, tile: expected_clocks(problem, tile, device),
         lambda tile: computes_any_size(sizes[0], tile),
@@ -144,9 +146,7 @@ def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
 def lower(problem: Problem, tile: GradWeightTile, device: Device, with_bias: bool = False) -> Part:
     """Returns the part that computes the problem with ``tile``."""
     geometry = problem.geometry
-    repeat, splits = splits_of(geometry, tile, device)
-    across = blocks_across(geometry, tile)
-    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
+    _, _, blocks, repeat, splits = cut_of(geometry, tile, device)
     kernel = Kernel(
         "grad_weight/narrow_mma.cu",
         "grad_weight_narrow_mma",
@@ -169,7 +169,7 @@ def lower(problem: Problem, tile: GradWeightTile, device: Device, with_bias: boo
         shared = max(shared, 8 * tile.grad_output.channels * tile.grad_output.threads // 32)
     launch = Launch(
         kernel,
-        grid=across * ceil_div(down, repeat),
+        grid=blocks,
         block=tile.grad_output.threads,
         arguments=(
             input_(1),
@@ -192,23 +192,37 @@ def lower(problem: Problem, tile: GradWeightTile, device: Device, with_bias: boo
     return Part(FAMILY, why(geometry), overlapping(launches, device), bytes_)
 
 
-def blocks_across(geometry: Geometry, tile: GradWeightTile) -> int:
-    """Returns how many blocks share one row of tiles: along channels, taps, groups and columns of the image."""
-    return tile.blocks_of_a_row(geometry) * chunks(geometry, tile.grad_output)
+class Cut(NamedTuple):
+    """How the tiles of a size are shared out.
+    Attributes:
+        tiles: of the size, with those of all channels, taps and groups.
+        resident: blocks that a multiprocessor runs at a time.
+        blocks: of the launch.
+        repeat: how many tiles a block walks down.
+        splits: how many partial sums of the gradient that leaves.
+    """
+
+    tiles: int
+    resident: int
+    blocks: int
+    repeat: int
+    splits: int
 
 
-def splits_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
-    """Returns how many tiles a block walks down, and how many partial sums of the gradient that leaves: enough
-    blocks to fill the GPU once."""
-    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
-    across = blocks_across(geometry, tile)
-    tiles_w = ceil_div(geometry.width, tile.grad_output.tile_w)
+def cut_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> Cut:
+    """Returns how the tiles of a size are shared out: over enough blocks to fill the GPU once."""
+    grad_output, resident = tile.grad_output, tile.resident
+    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
+    # The blocks that share one row of tiles: along channels, taps, groups and columns of the image.
+    across = tile.blocks_of_a_row(geometry) * chunks(geometry, grad_output)
+    tiles_w = ceil_div(geometry.width, grad_output.tile_w)
     max_walks = max(1, WORKSPACE_LIMIT_BYTES // (_split_bytes(geometry) * tiles_w))
-    walks = min(down, max(1, device.multiprocessors * tile.resident // across))
-    units = tile.grad_output.tile_h * tile.grad_output.tile_w // 16 // tile.warps_k
+    walks = min(down, max(1, device.multiprocessors * resident // across))
+    units = grad_output.tile_h * grad_output.tile_w // 16 // tile.warps_k
     repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
     repeat = max(repeat, ceil_div(down, max_walks))
-    return repeat, tiles_w * ceil_div(down, repeat)
+    walks = ceil_div(down, repeat)
+    return Cut(across * down, resident, across * walks, repeat, tiles_w * walks)
 
 
 def _split_bytes(geometry: Geometry) -> int:
@@ -218,15 +232,20 @@ def _split_bytes(geometry: Geometry) -> int:
 
 
 def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTile]:
-    """Yields the tiles that are compared."""
+    """Yields the tiles that are compared for some size of a layer."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
-    layer = of_one_pixel(geometry)
+    exact, layer = rounds_nothing(problem), of_one_pixel(geometry)
     for m_tiles, warps_m, groups in channel_tiles(problem):
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
-            min_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
-            widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
+            min_n = ceil_div(n_total, MAX_SUM_TILES[exact] // m_tiles)
+            # In NCHW rows of some size hold whole loads of any width.
+            widths = (
+                load_widths(geometry, groups * chunk[0], True, element_bytes, asynchronous)
+                if channels_last
+                else tuple(sorted(powers(16 // element_bytes), reverse=True))
+            )
             for load, warps_n, warps_k, tile_w, tile_h in product(
                 widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
             ):
@@ -234,13 +253,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                 warps = warps_k * warps_n * warps_m * groups
                 if warps > 16 or (warps > 8 and warps_k > 1) or (warps < 4 and warps_k < 8):
                     continue
-                if (tile_w > 16 and tile_w >= 2 * geometry.width) or (
-                    tile_h > 1 and tile_h >= 2 * geometry.height
-                ):
-                    continue
                 if tile_h * tile_w // 16 % warps_k:
-                    continue
-                if ceil_div(geometry.width, tile_w) * _split_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
                     continue
                 unpitched = GradOutputTile(
                     tile_h=tile_h,
@@ -257,17 +270,15 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                 loading = loader_registers(problem, unpitched)
                 sums = m_tiles * n_tiles * 4
                 for vector in (1, 2, 4):
-                    if not channels_last and geometry.width % vector:
-                        continue
                     words = _input_words(problem, groups, m_tiles, vector)
                     units = tile_h * tile_w // 16 // warps_k
                     depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
                     needed = (
-                        (70 if rounds_nothing(problem) else 45)
+                        (70 if exact else 45)
                         + sums
                         + 8 * m_tiles
                         + words * depth
-                        + n_tiles * (7 if rounds_nothing(problem) else 3)
+                        + n_tiles * (7 if exact else 3)
                         + loading
                     )
                     if needed > 250 or needed * unpitched.threads > REGISTERS:
@@ -291,8 +302,25 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         warps_k,
                         vector,
                         depth,
-                        rounds_nothing(problem),
+                        exact,
                     )
+
+
+def _suiting(problem: Problem, tiles: Iterable[GradWeightTile]) -> Iterator[GradWeightTile]:
+    """Yields those tiles of a layer that are compared for a size."""
+    geometry, channels_last = problem.geometry, problem.channels_last
+    height, width = geometry.height, geometry.width
+    asynchronous = problem.dtype == torch.float32
+    widths = load_widths(geometry, 1, False, problem.dtype.itemsize, asynchronous)
+    most_tiles = WORKSPACE_LIMIT_BYTES // _split_bytes(geometry)
+    for tile in tiles:
+        tile_h, tile_w = tile.grad_output.tile_h, tile.grad_output.tile_w
+        if (tile_w > 16 and tile_w >= 2 * width) or (tile_h > 1 and tile_h >= 2 * height):
+            continue
+        if not channels_last and (tile.grad_output.load not in widths or width % tile.input_vector):
+            continue
+        if ceil_div(width, tile_w) <= most_tiles:
+            yield tile
 
 
 def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
@@ -315,9 +343,7 @@ def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> in
 def expected_clocks(problem: Problem, tile: GradWeightTile, device: Device) -> float:
     """Returns the expected clocks of a size that the tile supports."""
     geometry, grad_output = problem.geometry, tile.grad_output
-    repeat, splits = splits_of(geometry, tile, device)
-    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
-    across = blocks_across(geometry, tile)
+    cut = cut_of(geometry, tile, device)
     load = _input_load(problem, grad_output.block_groups, tile.m_tiles, tile.input_vector)
     rows_of_input = 1 if geometry.in_channels_per_group <= 8 else 2
     steps = grad_output.threads // 32 * (grad_output.tile_h * grad_output.tile_w // 8 // tile.warps_k)
@@ -327,11 +353,11 @@ def expected_clocks(problem: Problem, tile: GradWeightTile, device: Device) -> f
         grad_output,
         Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0),
         device,
-        tiles=across * down,
-        blocks=across * ceil_div(down, repeat),
-        resident=tile.resident,
+        tiles=cut.tiles,
+        blocks=cut.blocks,
+        resident=cut.resident,
         chunks=1,
         inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
-        partial_bytes=count * splits if splits > 1 else 0,
+        partial_bytes=count * cut.splits if cut.splits > 1 else 0,
     )
     return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_WEIGHT, warps)
