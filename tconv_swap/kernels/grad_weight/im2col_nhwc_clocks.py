@@ -7,6 +7,7 @@ The constants are fitted to 1,431 times of an H100, in clocks of 1.7 GHz; the st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,11 +17,10 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     STAGE_PIXELS,
     Pixels,
     Tile,
-    covers,
     every_pixels,
     fits,
     kernels,
-    stages_of,
+    stages_of_choices,
     tiles_of,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import tensor_bytes
@@ -53,12 +53,23 @@ class Schedule:
     def best(self, geometry: Geometry, device: Device) -> tuple[float, Tile] | None:
         """Returns the expected clocks at a size, and the tile with the pixels and splits with which it takes them; None
         where the kernel does not compute it."""
+        found = self.fastest(stages_of_choices(geometry), device)
+        if found is None:
+            return None
+        clocks, pixels, splits = found
+        return fixed_clocks(geometry) + clocks, replace(self.tile, pixels=pixels, splits=splits)
+
+    def fastest(self, choices: Mapping[Pixels, int], device: Device) -> tuple[float, Pixels, int] | None:
+        """Returns the expected clocks of the product and of the reduction of its splits, and the pixels and splits with
+        which they are the fewest; None where the kernel does not compute the size.
+        Args:
+            choices: the stages of the size, for all pixels that they may have.
+        """
         best = None
         for pixels, clocks in self.stages:
-            if covers(geometry, pixels):
-                stages = stages_of(geometry, pixels)
-                if best is None or stages * clocks < best[0]:
-                    best = stages * clocks, stages, clocks, pixels
+            stages = choices.get(pixels)
+            if stages is not None and (best is None or stages * clocks < best[0]):
+                best = stages * clocks, stages, clocks, pixels
         if best is None:
             return None
         _, stages, clocks, pixels = best
@@ -66,27 +77,37 @@ class Schedule:
         for splits in split_choices(stages, self.blocks, self.bytes_of_copy, cluster, device):
             time = _product_clocks(clocks, stages, self.blocks, self.bytes_of_copy, splits, cluster, device)
             if found is None or time < found[0]:
-                found = time, splits
-        if found is None:
-            return None
-        fixed = LAUNCH_CLOCKS + BYTE_CLOCKS * tensor_bytes(geometry, 4)
-        return fixed + found[0], replace(self.tile, pixels=pixels, splits=found[1])
+                found = time, pixels, splits
+        return found
+
+
+def fixed_clocks(geometry: Geometry) -> float:
+    """Returns the expected clocks of a size beside those of the product and of the reduction of its splits."""
+    return LAUNCH_CLOCKS + BYTE_CLOCKS * tensor_bytes(geometry, 4)
 
 
 @lru_cache(maxsize=256)
 def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
     """Returns all kernels that a layer may have."""
-    return tuple(
-        filter(None, (schedule_of(layer.geometry, tile, device) for tile in kernels(layer.geometry)))
-    )
+    geometry, found = layer.geometry, []
+    stages_of_one: dict[Tile, tuple[tuple[Pixels, float], ...]] = {}
+    for tile in kernels(geometry):
+        # A block has the same stages whether or not a cluster adds up its sums.
+        alone = replace(tile, cluster=1)
+        if alone not in stages_of_one:
+            stages_of_one[alone] = _fitting_stages(geometry, alone, device)
+        if stages := stages_of_one[alone]:
+            found.append(Schedule(tile, stages, tiles_of(geometry, tile), weight_bytes(geometry)))
+    return tuple(found)
 
 
-def schedule_of(geometry: Geometry, kernel: Tile, device: Device) -> Schedule | None:
-    """Returns a kernel of a layer; None if its stages do not fit the shared memory."""
-    g = geometry
+def _fitting_stages(geometry: Geometry, kernel: Tile, device: Device) -> tuple[tuple[Pixels, float], ...]:
+    """Returns the pixels with which the stages of a kernel fit the shared memory, and the expected clocks of a
+    stage."""
     tiles = (replace(kernel, pixels=pixels) for pixels in every_pixels())
-    stages = tuple((tile.pixels, stage_clocks(g, tile)) for tile in tiles if fits(g, tile, device))
-    return Schedule(kernel, stages, tiles_of(g, kernel), weight_bytes(g)) if stages else None
+    return tuple(
+        (tile.pixels, stage_clocks(geometry, tile)) for tile in tiles if fits(geometry, tile, device)
+    )
 
 
 def split_choices(stages: int, blocks: int, bytes_of_copy: int, cluster: int, device: Device) -> list[int]:

@@ -4,10 +4,11 @@ given by a launch, everything else is compiled."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_BOX
@@ -26,8 +27,7 @@ FIXED_BYTES = 1024 + 1024
 _SHAPES = ((2, 128), (2, 96), (2, 64), (3, 96), (3, 64))
 
 
-@dataclass(frozen=True, slots=True)
-class Pixels:
+class Pixels(NamedTuple):
     """The 32 pixels of the input in a stage: ``images`` x ``rows`` x ``cols``."""
 
     images: int
@@ -153,6 +153,12 @@ def stages_of(geometry: Geometry, pixels: Pixels) -> int:
     if rows_are_contiguous(g):
         return ceil_div(g.batch * g.height, p.rows) * across
     return ceil_div(g.batch, p.images) * ceil_div(g.height, p.rows) * across
+
+
+@lru_cache(maxsize=256)
+def stages_of_choices(geometry: Geometry) -> Mapping[Pixels, int]:
+    """Returns the stages of all images, for all pixels whose stages may cover them."""
+    return {pixels: stages_of(geometry, pixels) for pixels in every_pixels() if covers(geometry, pixels)}
 
 
 def tiles_of(geometry: Geometry, tile: Tile) -> int:

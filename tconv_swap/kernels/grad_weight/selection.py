@@ -26,6 +26,7 @@ from tconv_swap.kernels.grad_weight import im2col_nchw_clocks as grad_weight_im2
 from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2col_nchw_tile
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import im2col_nhwc_clocks as grad_weight_im2col_nhwc_clocks
+from tconv_swap.kernels.grad_weight import im2col_nhwc_tile as grad_weight_im2col_nhwc_tile
 from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weight_candidates
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma_choice as grad_weight_tma_choice
@@ -196,10 +197,13 @@ def _of_im2col_nchw(layer: Problem, sizes: Sequence[Geometry], device: Device) -
 def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     if not grad_weight_im2col_nhwc.supports(layer, device):
         return
+    stages = [grad_weight_im2col_nhwc_tile.stages_of_choices(geometry) for geometry in sizes]
+    fixed = [grad_weight_im2col_nhwc_clocks.fixed_clocks(geometry) for geometry in sizes]
     for schedule in grad_weight_im2col_nhwc_clocks.pool(layer, device):
-        best = [schedule.best(geometry, device) for geometry in sizes]
+        best = (schedule.fastest(choices, device) for choices in stages)
+        times = [more + one[0] if one else math.inf for more, one in zip(fixed, best, strict=True)]
         # Large sizes need more partial sums than the workspace holds.
-        yield Timed("im2col_nhwc", schedule, [one[0] if one else math.inf for one in best], False)
+        yield Timed("im2col_nhwc", schedule, times, False)
 
 
 def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
