@@ -13,7 +13,7 @@ from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.pad_images import pad_images
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
-from tconv_swap.kernels.grad_weight.im2col_nchw_clocks import best_tile
+from tconv_swap.kernels.grad_weight.im2col_nchw_clocks import best_tiles
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     BOX_PIXELS,
     MAX_STAGES,
@@ -67,7 +67,7 @@ def ranked(among: Iterable[Im2colKernel], problem: Problem, device: Device, with
         return []
     if with_bias and not adds_all_of_grad_output(problem.geometry):
         return []
-    best = (best_tile(problem.geometry, kernel, device) for kernel in kernels)
+    best = best_tiles(problem.geometry, kernels, device)
     return [
         Ranked(clocks, partial(lower, problem, tile, device, with_bias))
         for clocks, tile in sorted(filter(None, best), key=itemgetter(0))

@@ -7,6 +7,8 @@ The constants are fitted to 1,883 times of an H100, in clocks of 1.7 GHz; the st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
@@ -41,26 +43,35 @@ STAGE_CLOCKS, STEP_CLOCKS, COLUMN_CLOCKS, ROW_CLOCKS, LOADED_BYTE_CLOCKS = 164, 
 SHORT_RING, TWO_ROWS = 1.15, 1.41
 
 
-def best_tile(geometry: Geometry, kernel: Im2colKernel, device: Device) -> tuple[float, Tile] | None:
-    """Returns the tile of a kernel that is expected to be the fastest, and its clocks; None where it computes no stage
-    of this size, or where the copies would be too large."""
-    found = None
-    for stage in stages_of(geometry):
-        if not supports_stage(geometry, kernel, stage, device):
-            continue
-        if copied_bytes(geometry, stage) > MAX_COPY_BYTES:
-            continue
-        one = with_splits(geometry, kernel, stage, device)
-        if one is not None and (found is None or one[0] < found[0]):
-            found = one
+def best_tiles(
+    geometry: Geometry, kernels: Iterable[Im2colKernel], device: Device
+) -> list[tuple[float, Tile] | None]:
+    """Returns for each kernel the tile that is expected to be the fastest, and its clocks; None where it computes no
+    stage of this size, or where the copies would be too large."""
+    stages = [
+        (stage, fixed_clocks(geometry, stage))
+        for stage in stages_of(geometry)
+        if copied_bytes(geometry, stage) <= MAX_COPY_BYTES
+    ]
+    found = []
+    for kernel in kernels:
+        best = None
+        for stage, fixed in stages:
+            if not supports_stage(geometry, kernel, stage, device):
+                continue
+            one = with_splits(geometry, kernel, stage, device)
+            if one is not None and (best is None or fixed + one[0] < best[0]):
+                best = fixed + one[0], one[1]
+        found.append(best)
     return found
 
 
 def with_splits(
     geometry: Geometry, kernel: Im2colKernel, stage: Stage, device: Device
 ) -> tuple[float, Tile] | None:
-    """Returns the tile with the number of splits that is expected to be the fastest, and its clocks; None where more
-    splits are needed, because the tensor cores truncate long sums, than the workspace holds."""
+    """Returns the tile with the number of splits that is expected to be the fastest, and its clocks beside
+    ``fixed_clocks``; None where more splits are needed, because the tensor cores truncate long sums, than the workspace
+    holds."""
     g = geometry
     images, down, across = stage.counts(g)
     stages = images * down * across
@@ -71,7 +82,7 @@ def with_splits(
     choices = {
         max(1, min_splits, min(max_splits, waves * device.multiprocessors // blocks)) for waves in (1, 2, 3)
     }
-    of_stage, fixed = stage_clocks(g, kernel, stage, device), fixed_clocks(g, stage)
+    of_stage = stage_clocks(g, kernel, stage, device)
     best = None
     for splits in sorted(choices):
         if splits > 1 and splits * bytes_of_copy > PARTIAL_LIMIT_BYTES:
@@ -80,7 +91,7 @@ def with_splits(
         clocks += PARTIAL_BYTE_CLOCKS * bytes_of_copy * splits if splits > 1 else 0
         if best is None or clocks < best[0]:
             best = clocks, splits
-    return None if best is None else (fixed + best[0], Tile(kernel, stage, best[1]))
+    return None if best is None else (best[0], Tile(kernel, stage, best[1]))
 
 
 def stage_clocks(geometry: Geometry, kernel: Im2colKernel, stage: Stage, device: Device) -> float:

@@ -189,9 +189,10 @@ def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterat
 def _of_im2col_nchw(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     if not grad_weight_im2col_nchw.supports(layer, device):
         return
-    for kernel in grad_weight_im2col_nchw_tile.kernels(layer.geometry):
-        best = [grad_weight_im2col_nchw_clocks.best_tile(geometry, kernel, device) for geometry in sizes]
-        yield Timed("im2col_nchw", kernel, [one[0] if one else math.inf for one in best], False)
+    kernels = list(grad_weight_im2col_nchw_tile.kernels(layer.geometry))
+    best = (grad_weight_im2col_nchw_clocks.best_tiles(geometry, kernels, device) for geometry in sizes)
+    for kernel, of_sizes in zip(kernels, zip(*best, strict=True), strict=True):
+        yield Timed("im2col_nchw", kernel, [one[0] if one else math.inf for one in of_sizes], False)
 
 
 def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:

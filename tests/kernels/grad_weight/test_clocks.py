@@ -274,8 +274,8 @@ def expected_of_all(of: ModuleType) -> Iterator[float]:
                 elements = of.loaded_elements(geometry, work.channels_read)
                 yield of.expected_clocks(work, pixel_tiles(geometry, tile.tile.shape), elements, H200)[0]
         elif of is grad_weight_im2col_nchw_clocks and mode == TF32 and not last:
-            for kernel in grad_weight_im2col_nchw_tile.kernels(geometry):
-                best = of.best_tile(geometry, kernel, H200)
+            kernels = list(grad_weight_im2col_nchw_tile.kernels(geometry))
+            for kernel, best in zip(kernels, of.best_tiles(geometry, kernels, H200), strict=True):
                 yield best[0] if best else 0.0
                 for stage in grad_weight_im2col_nchw_tile.stages_of(geometry):
                     if grad_weight_im2col_nchw_tile.supports_stage(geometry, kernel, stage, H200):
