@@ -109,7 +109,7 @@ def clocks_of_sizes(
     fastest: dict[tuple[Any, ...], Schedule] = {}
     for one in among:
         copies = tuple(operand.copy for operand in one.operands)
-        alike = one.tile.shape, copies, one.tile.blocks_per_multiprocessor, one.work._replace(clocks=0.0)
+        alike = one.tile.shape, copies, one.tile.blocks_per_multiprocessor, one.work.beside_clocks
         kept = fastest.setdefault(alike, one)
         if one.work.clocks < kept.work.clocks:
             fastest[alike] = one
@@ -170,10 +170,12 @@ def _fastest(among: Sequence[Schedule], counts: Sequence[int], device: Device) -
     taken to be filled by tiles."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, one in enumerate(among):
-        alike.setdefault((one.tile.pixels, one.work._replace(clocks=0.0)), []).append(i)
+        alike.setdefault((one.tile.pixels, one.work.beside_clocks), []).append(i)
     # Of those that differ in nothing but the clocks of a tile, only the fastest may be among the fastest of all.
     kept = sorted(
-        i for group in alike.values() for i in nsmallest(SHAPES_TRIED, group, lambda i: among[i].work.clocks)
+        i
+        for group in alike.values()
+        for i in sorted(group, key=lambda i: among[i].work.clocks)[:SHAPES_TRIED]
     )
     filled: dict[int, list[tuple[int, int]]] = {}
     clocks = []

@@ -65,6 +65,11 @@ class Work(NamedTuple):
     split_bytes: int
     copies: int
 
+    @property
+    def beside_clocks(self) -> tuple[int, int, int]:
+        """Returns everything but the clocks."""
+        return self.blocks, self.split_bytes, self.copies
+
 
 def splits_of(work: Work, tile: Tile, tiles: int, device: Device) -> int:
     """Returns into how many splits the tiles of pixels are cut, so that all multiprocessors have work and the
@@ -146,7 +151,8 @@ def _mma_clocks(problem: Problem, tile: Tile) -> float:
     warps of a multiprocessor are spread over four tensor cores."""
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
     m, n = tile.warp_m // 16, tile.warp_n // 8
-    warp_steps = math.prod(tile.warps[:3]) * tile.pixels / step_pixels(problem)
+    warps_m, warps_n, warps_t, _ = tile.warps
+    warp_steps = warps_m * warps_n * warps_t * tile.pixels / step_pixels(problem)
     multiply = MMA_CLOCKS * (IEEE_MMA if problem.is_ieee else 1.0)
     read = MMA_READ_CLOCKS + (ROUNDING_CLOCKS if item_bytes(problem) == 4 else 0)
     of_warp = multiply * m * n * tile.warp_taps + read * (4 * m + 2 * n * tile.warp_taps)

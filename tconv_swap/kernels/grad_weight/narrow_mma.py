@@ -4,7 +4,7 @@ one side, depthwise layers and large kernels."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import gcd
@@ -110,7 +110,7 @@ def candidates(sizes: Sequence[Problem], device: Device) -> tuple[GradWeightTile
     return pool(
         sizes,
         lambda problem: _suiting(problem, tiles),
-        lambda problem, tile: supports_tile(problem, tile, False),
+        lambda *_: True,
         lambda problem, tile: expected_clocks(problem, tile, device),
         lambda tile: computes_any_size(sizes[0], tile),
     )
@@ -246,6 +246,8 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                 if channels_last
                 else tuple(sorted(powers(16 // element_bytes), reverse=True))
             )
+            # The pitches are the same for any number of threads.
+            pitched: dict[tuple[int, int, int, int], tuple[GradOutputTile, float]] = {}
             for load, warps_n, warps_k, tile_w, tile_h in product(
                 widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
             ):
@@ -283,15 +285,17 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     )
                     if needed > 250 or needed * unpitched.threads > REGISTERS:
                         continue
-                    grad_output, passes = with_pitches(
-                        layer, unpitched, channels_last, (0, vector, 2 * vector, 3 * vector), True
-                    )
+                    laid = load, tile_h, tile_w, vector
+                    if laid not in pitched:
+                        pixels = (0, vector, 2 * vector, 3 * vector)
+                        pitched[laid] = with_pitches(layer, unpitched, channels_last, pixels, True)
+                    grad_output, passes = pitched[laid]
                     exchange = warps // warps_k * (warps_k // 2) * sums * 32
                     shared = 4 * max(grad_output.shared_words, exchange)
                     if shared > min(SHARED_BYTES, device.shared_memory_per_block):
                         continue
                     yield GradWeightTile(
-                        grad_output,
+                        replace(grad_output, threads=unpitched.threads),
                         m_tiles,
                         n_tiles,
                         warps_m,
@@ -307,7 +311,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
 
 
 def _suiting(problem: Problem, tiles: Iterable[GradWeightTile]) -> Iterator[GradWeightTile]:
-    """Yields those tiles of a layer that are compared for a size."""
+    """Yields those tiles of a layer that are compared for a size, which are some of those that compute it."""
     geometry, channels_last = problem.geometry, problem.channels_last
     height, width = geometry.height, geometry.width
     asynchronous = problem.dtype == torch.float32
