@@ -209,19 +209,23 @@ def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -
 
 def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     posed = [replace(layer, geometry=geometry) for geometry in sizes]
-    supported = [grad_weight_stride1.supports(problem, device) for problem in posed]
+    rows = [
+        grad_weight_stride1_tile.output_rows(problem)
+        if grad_weight_stride1.supports(problem, device)
+        else None
+        for problem in posed
+    ]
+    # Sizes whose rows begin alike have the same tiles.
+    of_rows = {begin: problem for begin, problem in zip(rows, posed, strict=True) if begin is not None}
     tiles = dict.fromkeys(
-        tile
-        for problem, is_supported in zip(posed, supported, strict=True)
-        if is_supported
-        for tile in grad_weight_stride1_tile.candidates(problem, device)
+        tile for problem in of_rows.values() for tile in grad_weight_stride1_tile.candidates(problem, device)
     )
     for tile in tiles:
         times = [
             grad_weight_stride1_clocks.best_tile(problem, tile, device)[0]
-            if is_supported and tile.rows.serve(grad_weight_stride1_tile.output_rows(problem))
+            if begin is not None and tile.rows.serve(begin)
             else math.inf
-            for problem, is_supported in zip(posed, supported, strict=True)
+            for problem, begin in zip(posed, rows, strict=True)
         ]
         yield Timed("stride1", tile, times, False)
 

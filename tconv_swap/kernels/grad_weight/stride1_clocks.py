@@ -38,14 +38,14 @@ def best_tile(problem: Problem, tile: Stride1Tile, device: Device) -> tuple[floa
     """Returns the tile with the segments and splits that are expected to be the fastest, and its clocks."""
     g = problem.geometry
     col_tiles = g.batch * ceil_div(g.width, tile.cols)
-    max_splits = max(1, device.multiprocessors // tiles_of(g, tile))
+    out_height, blocks = g.out_height, tiles_of(g, tile)
+    max_splits = max(1, device.multiprocessors // blocks)
     max_splits = max(1, min(max_splits, PARTIAL_LIMIT_BYTES // weight_bytes(g)))
     max_rows = MAX_BYTES_PER_SUM // problem.dtype.itemsize // tile.cols
-    row, blocks = row_clocks(problem, tile), tiles_of(g, tile)
-    best = None
-    counts = range(ceil_div(g.out_height, max_rows), ceil_div(g.out_height, 8) + 1)
-    for segment in dict.fromkeys(ceil_div(g.out_height, count) for count in counts):
-        segments, flush = col_tiles * ceil_div(g.out_height, segment), max(1, max_rows // segment)
+    row, best = row_clocks(problem, tile), None
+    counts = range(ceil_div(out_height, max_rows), ceil_div(out_height, 8) + 1)
+    for segment in dict.fromkeys(ceil_div(out_height, count) for count in counts):
+        segments, flush = col_tiles * ceil_div(out_height, segment), max(1, max_rows // segment)
         splits = min(max_splits, segments)
         per_split, rounds = ceil_div(segments, splits), ceil_div(blocks * splits, device.multiprocessors)
         clocks = rounds * (per_split * segment * row + ceil_div(per_split, flush) * FLUSH_CLOCKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 
 from tconv_swap.geometry import Geometry
@@ -123,13 +124,17 @@ def fragments_of(geometry: Geometry) -> int:
 
 def output_channels(problem: Problem, tile: Stride1Tile) -> int:
     """Returns the channels of grad_output that the fragments of a block read."""
-    last, taps = fragments_of(problem.geometry) - 1, problem.geometry.kernel[1]
-    firsts = range(0, last + 1, tile.fragments)
-    channel_blocks = max(
-        min(first + tile.fragments - 1, last) // taps - first // taps + 1 for first in firsts
-    )
-    unit = BOX_CHANNELS if problem.channels_last else FRAGMENT_CHANNELS
-    return round_up(channel_blocks * FRAGMENT_CHANNELS, unit)
+    geometry = problem.geometry
+    blocks = _channel_blocks(fragments_of(geometry), geometry.kernel[1], tile.fragments)
+    return round_up(blocks * FRAGMENT_CHANNELS, BOX_CHANNELS if problem.channels_last else FRAGMENT_CHANNELS)
+
+
+@lru_cache(maxsize=1024)
+def _channel_blocks(fragments: int, taps: int, of_block: int) -> int:
+    """Returns the most blocks of 16 channels that the fragments of a block read, ``of_block`` of all ``fragments``."""
+    last = fragments - 1
+    firsts = range(0, fragments, of_block)
+    return max(min(first + of_block - 1, last) // taps - first // taps + 1 for first in firsts)
 
 
 def output_pixels(problem: Problem, tile: Stride1Tile) -> int:
