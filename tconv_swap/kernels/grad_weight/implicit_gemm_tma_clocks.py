@@ -75,31 +75,53 @@ def works_of(problem: Problem, tma_tiles: Iterable[TmaTile]) -> Iterator[Work]:
     ragged = any(channels * 2 % SECTOR_BYTES for channels in (g.in_channels, g.out_channels))
     byte_clocks = LOADED_BYTE_CLOCKS * (RAGGED_PIXELS if ragged else 1.0)
     far, gaps = FAR * max(0, g.stride[1] - 2), has_gaps(problem)
-    products: dict[tuple[Any, ...], tuple[int, int, int]] = {}
-    bytes_of_boxes: dict[tuple[Any, ...], int] = {}
+    products: dict[tuple[Any, ...], _Product] = {}
+    bytes_of_boxes: dict[tuple[Any, ...], tuple[int, int]] = {}
     for tma_tile in tma_tiles:
-        tile, channel_blocks = tma_tile.tile, tma_tile.channel_blocks
-        taps, pixels = (tile.taps, tile.tap_step), tile.shape
+        tile, taps = tma_tile.tile, (tma_tile.tile.taps, tma_tile.tile.tap_step)
         alike = taps, tile.warps, tile.warp_n, tile.warp_taps
-        if alike not in products:
-            blocks = weight_tiles(problem, tile)
-            products[alike] = (
-                blocks,
-                blocks * tile.threads * tile.sums * 4,
-                _taps_read(problem, tile) if gaps else 0,
-            )
-        loaded = taps, pixels, tma_tile.box_per_tap_col
+        product = products.get(alike)
+        if product is None:
+            product = products[alike] = _product_of(problem, tma_tile, gaps)
+        loaded = taps, tile.shape, tma_tile.box_per_tap_col
         if loaded not in bytes_of_boxes:
             boxes = boxes_of(g, *loaded)
-            bytes_of_boxes[loaded] = boxes.per_channel_block * box_bytes(boxes.shape)
-        blocks, split_bytes, taps_read = products[alike]
-        of_input = tma_tile.input_blocks * tile.pixels * ROW_BYTES
-        of_stage = tma_tile.input_blocks * box_bytes(pixels) + channel_blocks * bytes_of_boxes[loaded]
-        load = byte_clocks * (of_input + (1 + far / channel_blocks) * (of_stage - of_input))
-        steps = tile.threads // 128 * tile.warp_taps * tile.pixels / STEP_PIXELS
+            of_output = boxes.per_channel_block * box_bytes(boxes.shape)
+            bytes_of_boxes[loaded] = box_bytes(tile.shape), of_output
+        input_box, output_boxes = bytes_of_boxes[loaded]
+        of_input = product.input_blocks * tile.pixels * ROW_BYTES
+        of_stage = product.input_blocks * input_box + product.channel_blocks * output_boxes
+        load = byte_clocks * (of_input + (1 + far / product.channel_blocks) * (of_stage - of_input))
+        steps = product.multiplies * tile.pixels / STEP_PIXELS
         clocks = TILE_CLOCKS + MULTIPLY_CLOCKS * steps * tile.warp_n / 2 + load
         few = FEW_STAGES if tile.stages == MIN_STAGES else 1.0
-        yield Work(clocks * few, blocks, split_bytes, taps_read * g.out_channels)
+        yield Work(clocks * few, product.blocks, product.split_bytes, product.channels_read)
+
+
+class _Product(NamedTuple):
+    """What a tile computes, whatever its pixels: as in ``Work`` and ``TmaTile``.
+    Attributes:
+        multiplies: of all warpgroups, for each step of pixels.
+    """
+
+    blocks: int
+    split_bytes: int
+    channels_read: int
+    input_blocks: int
+    channel_blocks: int
+    multiplies: int
+
+
+def _product_of(problem: Problem, tma_tile: TmaTile, gaps: bool) -> _Product:
+    tile, blocks = tma_tile.tile, weight_tiles(problem, tma_tile.tile)
+    return _Product(
+        blocks,
+        blocks * tile.threads * tile.sums * 4,
+        _taps_read(problem, tile) * problem.geometry.out_channels if gaps else 0,
+        tma_tile.input_blocks,
+        tma_tile.channel_blocks,
+        tile.threads // 128 * tile.warp_taps,
+    )
 
 
 def _taps_read(problem: Problem, tile: Tile) -> int:

@@ -212,16 +212,16 @@ class Cut(NamedTuple):
 def cut_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> Cut:
     """Returns how the tiles of a size are shared out: over enough blocks to fill the GPU once."""
     grad_output, resident = tile.grad_output, tile.resident
-    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
+    down = geometry.batch * -(-geometry.height // grad_output.tile_h)
     # The blocks that share one row of tiles: along channels, taps, groups and columns of the image.
     across = tile.blocks_of_a_row(geometry) * chunks(geometry, grad_output)
-    tiles_w = ceil_div(geometry.width, grad_output.tile_w)
-    max_walks = max(1, WORKSPACE_LIMIT_BYTES // (_split_bytes(geometry) * tiles_w))
-    walks = min(down, max(1, device.multiprocessors * resident // across))
+    tiles_w = -(-geometry.width // grad_output.tile_w)
+    most_walks = WORKSPACE_LIMIT_BYTES // (_split_bytes(geometry) * tiles_w) or 1
+    walks = min(down, device.multiprocessors * resident // across or 1)
     units = grad_output.tile_h * grad_output.tile_w // 16 // tile.warps_k
-    repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
-    repeat = max(repeat, ceil_div(down, max_walks))
-    walks = ceil_div(down, repeat)
+    longest = LONGEST_CHAIN[tile.ieee] // units or 1
+    repeat = max(min(-(-down // walks), longest), -(-down // most_walks))
+    walks = -(-down // repeat)
     return Cut(across * down, resident, across * walks, repeat, tiles_w * walks)
 
 
