@@ -35,7 +35,7 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     most_stages,
     step_pixels,
 )
-from tconv_swap.kernels.grad_weight.layer import counts_in_32_bits, pixel_tiles
+from tconv_swap.kernels.grad_weight.layer import counts_in_32_bits, largest_image, pixel_tiles
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
@@ -89,9 +89,8 @@ def supports(problem: Problem, device: Device) -> bool:
     g = problem.geometry
     if problem.dtype not in DTYPES or device.compute_capability < 80 or g.batch == 0:
         return False
-    image = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
     # Offsets within an image have 32 bits.
-    if image * item_bytes(problem) >= INT32_LIMIT:
+    if largest_image(g) * item_bytes(problem) >= INT32_LIMIT:
         return False
     return min(g.in_channels_per_group, g.out_channels_per_group) >= 8
 

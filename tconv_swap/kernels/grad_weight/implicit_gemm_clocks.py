@@ -92,9 +92,9 @@ def _most_splits(work: Work, tile: Tile, device: Device) -> int:
 def work_of(problem: Problem, tile: Tile, operands: Operands) -> Work:
     """Returns the work of a tile with these ``windows``; of the sizes only the elements of one copy count
     (docs/kernels/grad_weight/sizes.md)."""
-    multiplies = _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile)
-    clocks = TILE_CLOCKS + multiplies + _copy_clocks(problem, operands)
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
+    multiplies = _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile, resident)
+    clocks = TILE_CLOCKS + multiplies + _copy_clocks(problem, operands)
     if resident < WARPS:
         clocks *= (WARPS / resident) ** FEW_WARPS
     if tile.blocks_per_multiprocessor > 1:
@@ -146,10 +146,9 @@ def _rounds_and_reduction(work: Work, tile: Tile, splits: int, device: Device) -
     return rounds, reduction
 
 
-def _mma_clocks(problem: Problem, tile: Tile) -> float:
+def _mma_clocks(problem: Problem, tile: Tile, resident: int) -> float:
     """Returns the clocks of one tile of pixels with mma.sync: of its multiplies, and of reading their operands. The
-    warps of a multiprocessor are spread over four tensor cores."""
-    resident = tile.threads // 32 * tile.blocks_per_multiprocessor
+    ``resident`` warps of a multiprocessor are spread over four tensor cores."""
     m, n = tile.warp_m // 16, tile.warp_n // 8
     warps_m, warps_n, warps_t, _ = tile.warps
     warp_steps = warps_m * warps_n * warps_t * tile.pixels / step_pixels(problem)

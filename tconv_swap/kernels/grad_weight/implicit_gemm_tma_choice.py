@@ -19,8 +19,9 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import (
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import clocks_of_sizes as clocks_of_work
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import Limits, TmaTile, candidates, limits_of
-from tconv_swap.kernels.grad_weight.layer import counts_in_32_bits, pixel_tiles
+from tconv_swap.kernels.grad_weight.layer import pixel_tiles
 from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +41,10 @@ def schedule_of(problem: Problem, tma_tile: TmaTile) -> Schedule:
 def tiles_of(geometry: Geometry, limits: Limits, shape: tuple[int, int, int]) -> int:
     """Returns how many tiles of ``shape`` cover the pixels of a size with these limits; 0 if they do not compute it
     correctly."""
-    fits = limits.fit(shape) and counts_in_32_bits(geometry, shape)
-    return pixel_tiles(geometry, shape) if fits else 0
+    if shape[0] > limits.images or not limits.fit(shape):
+        return 0
+    tiles = pixel_tiles(geometry, shape)
+    return tiles if tiles < INT32_LIMIT else 0
 
 
 def ranked(

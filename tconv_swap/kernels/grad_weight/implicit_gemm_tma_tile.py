@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_REGISTERS, REGISTERS
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import Tile
+from tconv_swap.kernels.grad_weight.layer import largest_image
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
@@ -295,11 +296,13 @@ class Limits(NamedTuple):
         height, width: of the map.
         beyond: how many rows and columns beyond it a tile may have, so that what lies there meets no pixel that it
             should not.
+        images: of a tile at most, so that offsets have 32 bits.
     """
 
     height: int
     width: int
     beyond: Pair
+    images: int
 
     def fit(self, shape: tuple[int, int, int]) -> bool:
         """Returns whether tiles of so many images, rows and columns may cover the map."""
@@ -310,7 +313,8 @@ class Limits(NamedTuple):
 def limits_of(geometry: Geometry) -> Limits:
     """Returns the limits of the tiles of a map."""
     g = geometry
-    return Limits(g.height, g.width, (max_beyond(g, 0), max_beyond(g, 1)))
+    beyond = max_beyond(g, 0), max_beyond(g, 1)
+    return Limits(g.height, g.width, beyond, (INT32_LIMIT - 1) // largest_image(g))
 
 
 def _loaded(

@@ -76,8 +76,12 @@ def pixel_tiles(size: Geometry, tile: tuple[int, int, int]) -> int:
     return ceil_div(size.batch, tile[0]) * ceil_div(size.height, tile[1]) * ceil_div(size.width, tile[2])
 
 
+def largest_image(geometry: Geometry) -> int:
+    """Returns the elements of an image of the input or of grad_output, whichever has more."""
+    g = geometry
+    return max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
+
+
 def counts_in_32_bits(geometry: Geometry, tile: tuple[int, int, int]) -> bool:
     """Returns whether the tiles, and the offsets within one, fit the 32 bits that a kernel counts with."""
-    g = geometry
-    image = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
-    return tile[0] * image < INT32_LIMIT and pixel_tiles(g, tile) < INT32_LIMIT
+    return tile[0] * largest_image(geometry) < INT32_LIMIT and pixel_tiles(geometry, tile) < INT32_LIMIT
