@@ -4,16 +4,17 @@ size, ranked by their expected clocks. forward/selection.py selects among them. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from operator import itemgetter
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
-from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
+from tconv_swap.kernels.forward.implicit_gemm_clocks import clocks_of_tile
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above, rows_of_16, split_k
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     ALIGNED_PIXELS,
@@ -60,17 +61,17 @@ class Schedule:
     def sees(self, problem: TileProblem) -> TileProblem | None:
         """Returns a problem of this layer, of any size, as the kernel sees it; None if the kernel is not right for this
         size."""
-        g, tile = problem.geometry, self.tile
-        image = g.in_channels * g.height * g.width * problem.item
-        if self.problem.nhwc_copy and g.batch * image > MAX_COPY_BYTES:
-            return None
-        outputs = g.batch * g.out_channels * g.out_height * g.out_width
-        if tile.splits > 1 and 2 * 4 * outputs > WORKSPACE_LIMIT_BYTES:
-            return None
-        seen = _of_geometry(self.problem, g)
-        if seen.aligned and not can_be_aligned(seen):
-            return None
-        return seen if self._suits_map(seen, image) else None
+        seen = _of_geometry(self.problem, problem.geometry)
+        return seen if self.suits(seen) else None
+
+    def suits(self, seen: TileProblem) -> bool:
+        """Whether the kernel is right for a size, as it sees this."""
+        image = seen.inputs * seen.item // seen.geometry.batch
+        if seen.nhwc_copy and seen.inputs * seen.item > MAX_COPY_BYTES:
+            return False
+        if self.tile.splits > 1 and 2 * 4 * seen.outputs > WORKSPACE_LIMIT_BYTES:
+            return False
+        return (not seen.aligned or can_be_aligned(seen)) and self._suits_map(seen, image)
 
     def _suits_map(self, seen: TileProblem, image_bytes: int) -> bool:
         tile, width = self.tile, seen.geometry.width
@@ -87,29 +88,62 @@ class Schedule:
         # A warp stores whole rows.
         return not tile.by_rows or (8 * tile.warp_cols % width == 0 and width % 2 == 0)
 
-    def tile_for(self, seen: TileProblem, device: Device) -> Tile:
-        """Returns the tile with the shape and the splits that suit the size."""
-        tile = self.tile
-        if tile.shaped_pixels:
-            tile = best_shape(seen, tile, device.multiprocessors)
-        if tile.splits > 1:
-            tile = tile._replace(splits=max(2, split_k(seen, tile, device.multiprocessors)))
-        return tile
-
 
 @lru_cache(maxsize=256)
 def _of_geometry(problem: TileProblem, geometry: Geometry) -> TileProblem:
     return replace(problem, geometry=geometry)
 
 
-def pool(sizes: Sequence[TileProblem], device: Device) -> tuple[Schedule, ...]:
-    """Returns the kernels that are worth considering for a layer with these representative sizes."""
-    kept: dict[Schedule, None] = {}
+class Timer:
+    """The expected clocks of a kernel of a layer. What sizes have in common is computed once."""
+
+    def __init__(self, schedule: Schedule, device: Device) -> None:
+        self.schedule, self._multiprocessors = schedule, device.multiprocessors
+        tile = schedule.tile
+        if tile.shaped_pixels:
+            self._whole = best_shape(schedule.problem, tile, self._multiprocessors)
+        else:
+            clocks_of = clocks_of_tile(schedule.problem, tile, self._multiprocessors)
+            self._whole = lambda seen: (clocks_of(seen), tile)
+        self._of_splits: dict[Tile, Callable[[TileProblem], float]] = {}
+
+    def tile_for(self, seen: TileProblem) -> tuple[float, Tile]:
+        """Returns the expected clocks of a size that the kernel is right for, and the tile with the shape and the
+        splits that suit the size."""
+        if self.schedule.tile.splits == 1:
+            return self._whole(seen)
+        _, tile = self._whole(seen)
+        split = tile._replace(splits=max(2, split_k(seen, tile, self._multiprocessors)))
+        if split not in self._of_splits:
+            self._of_splits[split] = clocks_of_tile(seen, split, self._multiprocessors)
+        return self._of_splits[split](seen), split
+
+    def clocks(self, seen: TileProblem) -> float:
+        """Returns the expected clocks of a size; infinitely many if the kernel is not right for it."""
+        return self.tile_for(seen)[0] if self.schedule.suits(seen) else math.inf
+
+
+def pool(sizes: Sequence[TileProblem], device: Device) -> Iterator[tuple[Schedule, list[float]]]:
+    """Yields the kernels that are worth considering for a layer with these representative sizes, and the expected
+    clocks of each size; infinitely many where a kernel is not right for it."""
+    timers: dict[Schedule, Timer] = {}
+    kept: dict[Timer, None] = {}
     for size in _with_other_tiles(sizes):
-        nearest = sorted(dict.fromkeys(of_size(size, device)), key=lambda one: clocks(one, size, device))
+        timed: dict[Timer, float] = {}
+        for seen, one in _seen_and_kernels(size, device):
+            timer = timers.get(one) or timers.setdefault(one, Timer(one, device))
+            if timer not in timed:
+                timed[timer] = timer.clocks(seen)
+        nearest = sorted(timed, key=timed.__getitem__)
         kept.update(dict.fromkeys(nearest[:BEST]))
-        kept.update(dict.fromkeys([one for one in nearest if one.computes_any_size][:BEST]))
-    return tuple(kept)
+        of_any_size = (timer for timer in nearest if timer.schedule.computes_any_size)
+        kept.update(dict.fromkeys(islice(of_any_size, BEST)))
+    posed: dict[TileProblem, list[TileProblem]] = {}
+    for timer in kept:
+        layer = timer.schedule.problem
+        if layer not in posed:
+            posed[layer] = [_of_geometry(layer, size.geometry) for size in sizes]
+        yield timer.schedule, [timer.clocks(seen) for seen in posed[layer]]
 
 
 def _with_other_tiles(sizes: Sequence[TileProblem]) -> Iterator[TileProblem]:
@@ -127,20 +161,17 @@ def _with_other_tiles(sizes: Sequence[TileProblem]) -> Iterator[TileProblem]:
 
 def of_size(problem: TileProblem, device: Device) -> Iterator[Schedule]:
     """Yields the kernels with tiles that suit this size, also those that its layer does not have."""
+    return (one for _, one in _seen_and_kernels(problem, device))
+
+
+def _seen_and_kernels(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Schedule]]:
+    """Yields the same, each after the problem as it sees this."""
     layer = of_any_size(problem)
     aligned = replace(problem, aligned=True)
     both = not problem.input_channels_last and can_be_aligned(aligned)
     for posed in (problem, aligned) if both else (problem,):
         for seen, tile in candidates(posed, device):
-            yield Schedule(_of_geometry(seen, layer.geometry), of_any_shape(tile))
-
-
-def clocks(schedule: Schedule, problem: TileProblem, device: Device) -> float:
-    """Returns the expected clocks of a size; infinitely many if the kernel is not right for it."""
-    seen = schedule.sees(problem)
-    if seen is None:
-        return math.inf
-    return expected_clocks(seen, schedule.tile_for(seen, device), device.multiprocessors)
+            yield seen, Schedule(_of_geometry(seen, layer.geometry), of_any_shape(tile))
 
 
 def ranked(
@@ -150,6 +181,6 @@ def ranked(
     found = []
     for one in among:
         if (seen := one.sees(problem)) is not None:
-            tile = one.tile_for(seen, device)
-            found.append((expected_clocks(seen, tile, device.multiprocessors), seen, tile))
+            clocks, tile = Timer(one, device).tile_for(seen)
+            found.append((clocks, seen, tile))
     return sorted(found, key=itemgetter(0))

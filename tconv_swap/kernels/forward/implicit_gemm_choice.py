@@ -37,11 +37,12 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     that have a multiprocessor to themselves."""
     found: set[tuple[TileProblem, Tile]] = set()
     for posed, depths in _kinds(problem, device):
-        first = next(depths())
+        layer, first = of_any_size(posed), next(depths())
         splits = (1, 2) if split_k(posed, first, device.multiprocessors) > 1 else (1,)
-        alone = block_count(posed, first) <= device.multiprocessors and not first.nchw_stages
+        alone = not first.nchw_stages and block_count(posed, first) <= device.multiprocessors
         for way in (depths, Depths(_of_one_block, (depths,))) if alone else (depths,):
-            for fitting in (_first_that_fits(of_any_size(posed), way, count, device) for count in splits):
+            for count in splits:
+                fitting = _first_that_fits(layer, way, count, device)
                 if fitting is None:
                     continue
                 later = staggered(posed, fitting, device.multiprocessors)

@@ -8,11 +8,19 @@ clocks of 1.7 GHz, and those of large maps to 2,563 more; the standard deviation
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
+from typing import NamedTuple
 
 from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.hardware import SECTOR_BYTES
-from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    Tile,
+    TileProblem,
+    blocks_of_map_tile,
+    dense_map,
+    map_tiles,
+)
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     copied_elements,
     copied_rows,
@@ -98,32 +106,64 @@ FAR_STORED_ROW_CLOCKS, FAR_STORED_ROW_CLOCKS_OF_THREADS = 1.84, 4.9
 SHORT_STORE_CLOCKS, STORED_BYTE_CLOCKS_NHWC, OF_PHASES = 0.395, 0.0103, 1.93
 
 
+class _Kind(NamedTuple):
+    """What the clocks of a tile depend on of a size: whether the L2 has not always its input and output, the largest
+    power of two that divides its rows of outputs, at most that of a store, and the pitch of a dense map."""
+
+    is_far: bool
+    row_multiple: int
+    pitch: int
+
+
 def expected_clocks(problem: TileProblem, tile: Tile, multiprocessors: int) -> float:
     """Returns the expected clocks of a size with this tile."""
-    geometry, resident = problem.geometry, multiprocessors * tile.blocks_per_multiprocessor
-    # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
-    rounds, rest = divmod(block_count(problem, tile), resident)
-    rounds = rounds * tile.blocks_per_multiprocessor + ceil_div(rest, multiprocessors)
-    lone = LONE_BLOCK if tile.blocks_per_multiprocessor > 1 and 0 < rest <= multiprocessors else 0.0
-    inputs = geometry.batch * geometry.in_channels * geometry.height * geometry.width
-    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    clocks = LAUNCH_CLOCKS + (rounds + lone) * _tile_clocks(problem, tile) + BYTE_CLOCKS * problem.moved_bytes
-    if geometry.out_width * problem.item % SECTOR_BYTES and not (
-        problem.output_channels_last or tile.by_rows
-    ):
-        clocks += _ragged_byte_clocks(problem, tile) * outputs * problem.item
-    if not tile.tma:
-        readers = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
-        further = readers * len(problem.group_taps) - 1
-        clocks += REREAD_BYTE_CLOCKS * further * inputs * problem.item
-    if not tile.tma_weights:
-        clocks += PACKED_BYTE_CLOCKS * 2 * _weight_bytes(problem)
-    if tile.splits > 1:
-        clocks += PARTIAL_BYTE_CLOCKS * 4 * outputs * tile.splits
-    if problem.nhwc_copy:
-        clocks += copy_clocks(2 * inputs * problem.item)
-        clocks *= COPY_MARGIN
-    return clocks
+    return clocks_of_tile(problem, tile, multiprocessors)(problem)
+
+
+def clocks_of_tile(
+    layer: TileProblem, tile: Tile, multiprocessors: int
+) -> Callable[[TileProblem], float]:
+    """Returns the same as a function of sizes of ``layer``, which is of any size: what their clocks have in common is
+    computed once."""
+    blocks, resident = blocks_of_map_tile(layer, tile), multiprocessors * tile.blocks_per_multiprocessor
+    lone_block = LONE_BLOCK if tile.blocks_per_multiprocessor > 1 else 0.0
+    in_segments = layer.output_channels_last or tile.by_rows
+    readers = ceil_div(layer.geometry.out_channels_per_group, layer.block_channels(tile))
+    reread = REREAD_BYTE_CLOCKS * (readers * len(layer.group_taps) - 1)
+    packing = PACKED_BYTE_CLOCKS * 2 * _weight_bytes(layer)
+    of_kinds: dict[_Kind | None, float] = {}
+
+    def clocks_of(problem: TileProblem) -> float:
+        # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
+        rounds, rest = divmod(map_tiles(problem, tile) * blocks, resident)
+        rounds = rounds * tile.blocks_per_multiprocessor - -rest // multiprocessors
+        lone = lone_block if 0 < rest <= multiprocessors else 0.0
+        kind = _kind_of(problem, tile)
+        if kind not in of_kinds:
+            of_kinds[kind] = _tile_clocks(problem, tile)
+        clocks = LAUNCH_CLOCKS + (rounds + lone) * of_kinds[kind] + BYTE_CLOCKS * problem.moved_bytes
+        if not in_segments and problem.geometry.out_width * problem.item % SECTOR_BYTES:
+            clocks += _ragged_byte_clocks(problem, tile) * problem.outputs * problem.item
+        if not tile.tma:
+            clocks += reread * problem.inputs * problem.item
+        if not tile.tma_weights:
+            clocks += packing
+        if tile.splits > 1:
+            clocks += PARTIAL_BYTE_CLOCKS * 4 * problem.outputs * tile.splits
+        if problem.nhwc_copy:
+            clocks += copy_clocks(2 * problem.inputs * problem.item)
+            clocks *= COPY_MARGIN
+        return clocks
+
+    return clocks_of
+
+
+def _kind_of(problem: TileProblem, tile: Tile) -> _Kind | None:
+    """Returns the kind of a size; None where no size differs."""
+    if not tile.wgmma:
+        return None
+    multiple = 0 if problem.output_channels_last else gcd(problem.geometry.out_width, 16 // problem.item)
+    return _Kind(_is_far(problem), multiple, dense_map(problem).cols if tile.dense else 0)
 
 
 def _ragged_byte_clocks(problem: TileProblem, tile: Tile) -> float:

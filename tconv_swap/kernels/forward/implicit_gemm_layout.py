@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.dense_map import DenseMap
 from tconv_swap.kernels.common.one_pixel import has_stride_of_one_pixel
+from tconv_swap.kernels.forward.implicit_gemm_axis import axis_taps, shift_bounds
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div
 
@@ -157,6 +158,17 @@ class TileProblem:
     #: then have other kernels.
     one_pixel: bool = False
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is computed once stays here: hashes differ from process to process.
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
     @cached_property
     def item(self) -> int:
         return self.dtype.itemsize
@@ -171,11 +183,21 @@ class TileProblem:
         return ceil_div(self.geometry.in_channels_per_group * self.item, 4)
 
     @cached_property
+    def inputs(self) -> int:
+        """The elements of the input."""
+        g = self.geometry
+        return g.batch * g.in_channels * g.height * g.width
+
+    @cached_property
+    def outputs(self) -> int:
+        """The elements of the output."""
+        g = self.geometry
+        return g.batch * g.out_channels * g.out_height * g.out_width
+
+    @cached_property
     def moved_bytes(self) -> int:
         """The bytes of input and output together."""
-        g = self.geometry
-        inputs = g.batch * g.in_channels * g.height * g.width
-        return (inputs + g.batch * g.out_channels * g.out_height * g.out_width) * self.item
+        return (self.inputs + self.outputs) * self.item
 
     @cached_property
     def phases(self) -> Pair:
@@ -241,13 +263,13 @@ class TileProblem:
         axis."""
         (kernel_h, kernel_w), (stride_h, stride_w) = self.geometry.kernel, self.geometry.stride
         (padding_h, padding_w), (dilation_h, dilation_w) = self.geometry.padding, self.geometry.dilation
-        of_cols = _shift_bounds(kernel_w, stride_w, padding_w, dilation_w)
+        of_cols = shift_bounds(kernel_w, stride_w, padding_w, dilation_w)
         if self.stack > 1:
             return (
                 (-((kernel_h - 1 - padding_h) // stride_h), (self.stack - 1 + padding_h) // stride_h),
                 of_cols,
             )
-        return _shift_bounds(kernel_h, stride_h, padding_h, dilation_h), of_cols
+        return shift_bounds(kernel_h, stride_h, padding_h, dilation_h), of_cols
 
     @cached_property
     def flat(self) -> bool:
@@ -266,14 +288,14 @@ class TileProblem:
     def group_taps(self) -> list[int]:
         """The number of taps of each phase group."""
         geometry, (phases_h, phases_w) = self.geometry, self.phases
-        taps_w = _axis_taps(
+        taps_w = axis_taps(
             geometry.kernel[1], geometry.stride[1], geometry.padding[1], geometry.dilation[1], phases_w
         )
         if self.stack > 1:
             min_shift, max_shift = self.shifts[0]
             taps_h: tuple[int, ...] = (max_shift - min_shift + 1,)
         else:
-            taps_h = _axis_taps(
+            taps_h = axis_taps(
                 geometry.kernel[0], geometry.stride[0], geometry.padding[0], geometry.dilation[0], phases_h
             )
         return [rows * cols for rows in taps_h for cols in taps_w]
@@ -333,22 +355,6 @@ def can_be_aligned(problem: TileProblem) -> bool:
     return width % problem.aligned_columns == 0
 
 
-@lru_cache(maxsize=1024)
-def _shift_bounds(kernel: int, stride: int, padding: int, dilation: int) -> tuple[int, int]:
-    """Returns ``TileProblem.shifts`` along one axis."""
-    shifts = [((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)]
-    return min(shifts), max(shifts)
-
-
-@lru_cache(maxsize=1024)
-def _axis_taps(kernel: int, stride: int, padding: int, dilation: int, phases: int) -> tuple[int, ...]:
-    """Returns the number of taps along one axis of each group of ``phases``."""
-    count = [0] * (stride // phases)
-    for k in range(kernel):
-        count[(k * dilation - padding) % stride // phases] += 1
-    return tuple(count)
-
-
 def supports_tma_weights(problem: TileProblem) -> bool:
     """Whether forward/implicit_gemm_tma.cu can load the weight in its own layout."""
     return (
@@ -373,16 +379,22 @@ def dense_map(problem: TileProblem) -> DenseMap:
 
 def block_count(problem: TileProblem, tile: Tile) -> int:
     """Returns the number of work tiles of the problem, those of all channels, groups, phases and splits."""
+    return map_tiles(problem, tile) * blocks_of_map_tile(problem, tile)
+
+
+def map_tiles(problem: TileProblem, tile: Tile) -> int:
+    """Returns the number of tiles of the positions of all images."""
     geometry, (positions_h, positions_w) = problem.geometry, problem.positions
     if tile.dense:
-        tiles = ceil_div(dense_map(problem).count(geometry.batch), tile.positions)
-    elif problem.flat:
-        tiles = ceil_div(geometry.batch * positions_h * positions_w, tile.cols)
-    else:
-        tiles = (
-            ceil_div(geometry.batch, tile.images)
-            * ceil_div(positions_h, tile.rows)
-            * ceil_div(positions_w, tile.cols)
-        )
+        return ceil_div(dense_map(problem).count(geometry.batch), tile.positions)
+    if problem.flat:
+        return ceil_div(geometry.batch * positions_h * positions_w, tile.cols)
+    across, down = -(-positions_w // tile.cols), -(-positions_h // tile.rows)
+    return -(-geometry.batch // tile.images) * down * across
+
+
+def blocks_of_map_tile(problem: TileProblem, tile: Tile) -> int:
+    """Returns the number of work tiles of each of these, whatever the size."""
+    geometry = problem.geometry
     m_blocks = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
-    return tiles * m_blocks * geometry.groups * len(problem.group_taps) * tile.splits
+    return m_blocks * geometry.groups * len(problem.group_taps) * tile.splits

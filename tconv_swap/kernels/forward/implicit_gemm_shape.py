@@ -6,12 +6,14 @@ or in images of their own; or all positions of the tile are a row, wherever they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from operator import itemgetter
 
 from tconv_swap.kernels.common.dense_map import Corners, are_legal, most_pixels
 from tconv_swap.kernels.common.hardware import MAX_PIXELS
 from tconv_swap.kernels.common.sizes import Words
-from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
+from tconv_swap.kernels.forward.implicit_gemm_clocks import clocks_of_tile
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
     TileProblem,
@@ -87,21 +89,25 @@ def legal(problem: TileProblem, tile: Tile) -> bool:
     return max(places, outputs) < INT32_LIMIT and are_legal(dense_corners(problem))
 
 
-def best_shape(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
-    """Returns a shaped tile in the shape that is expected to be the fastest. Of parts of the map that are nearly as
-    fast it is the one with the fewest tiles."""
-    clocks = {
-        one: expected_clocks(problem, one, multiprocessors)
-        for one in shapes(problem, tile)
-        if legal(problem, one)
-    }
-    parts = [one for one in clocks if not one.dense]
-    limit = NEARLY * min(clocks[one] for one in parts)
-    best = min(
-        (one for one in parts if clocks[one] <= limit),
-        key=lambda one: (block_count(problem, one), clocks[one]),
-    )
-    return min((best, *(one for one in clocks if one.dense)), key=clocks.__getitem__)
+def best_shape(
+    layer: TileProblem, tile: Tile, multiprocessors: int
+) -> Callable[[TileProblem], tuple[float, Tile]]:
+    """Returns a function of sizes of ``layer``, which is of any size: it returns a shaped tile in the shape that is
+    expected to be the fastest, after its expected clocks. Of parts of the map that are nearly as fast it is the one
+    with the fewest tiles."""
+    of_shapes = [(clocks_of_tile(layer, one, multiprocessors), one) for one in shapes(layer, tile)]
+
+    def best_of(problem: TileProblem) -> tuple[float, Tile]:
+        timed = [(clocks_of(problem), one) for clocks_of, one in of_shapes if legal(problem, one)]
+        parts = [(clocks, one) for clocks, one in timed if not one.dense]
+        limit = NEARLY * min(clocks for clocks, _ in parts)
+        best = min(
+            ((clocks, one) for clocks, one in parts if clocks <= limit),
+            key=lambda part: (block_count(problem, part[1]), part[0]),
+        )
+        return min((best, *(dense for dense in timed if dense[1].dense)), key=itemgetter(0))
+
+    return best_of
 
 
 def dense_corners(problem: TileProblem) -> Corners:

@@ -16,10 +16,11 @@ def staggered(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
     """Returns ``tile`` with a stagger where that was measured to be faster, at stride 1, where a tap has several
     multiplies and a block several tiles; elsewhere returns ``tile`` itself."""
     several = tile.warp_images * tile.warp_rows * tile.warp_cols > 16
-    many = block_count(problem, tile) >= 2 * multiprocessors * tile.blocks_per_multiprocessor
     # Flat problems and stacked rows in TF32 were not measured.
     stride_1 = problem.phases == (1, 1) and not problem.flat and (problem.item == 2 or problem.stack == 1)
-    if not (can_stagger(problem, tile) and stride_1 and problem.output_channels_last and several and many):
+    if not (stride_1 and several and problem.output_channels_last and can_stagger(problem, tile)):
+        return tile
+    if block_count(problem, tile) < 2 * multiprocessors * tile.blocks_per_multiprocessor:
         return tile
     return tile._replace(stagger=STAGGER_HALF_CHUNKS[problem.item] * products(problem, tile) // 2)
 

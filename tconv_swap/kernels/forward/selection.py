@@ -134,11 +134,8 @@ def _timed(layer: TileProblem, sizes: Sequence[TileProblem], device: Device) -> 
 def _of_implicit_gemm(sizes: Sequence[TileProblem], device: Device) -> Iterator[Timed]:
     seen = [forward_implicit_gemm.read_as(size) for size in sizes]
     copies = [copies_clocks(forward_implicit_gemm.copies_of(size), size.dtype) for size in sizes]
-    for one in forward_candidates.pool(seen, device):
-        times = [
-            forward_candidates.clocks(one, size, device) + added
-            for size, added in zip(seen, copies, strict=True)
-        ]
+    for one, clocks in forward_candidates.pool(seen, device):
+        times = [of_size + added for of_size, added in zip(clocks, copies, strict=True)]
         yield Timed("implicit_gemm", one, times, one.computes_any_size)
 
 
