@@ -4,7 +4,7 @@ added up (col2im). Pure functions of data."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
@@ -88,13 +88,23 @@ def of_size(problem: Problem, device: Device) -> list[Tile]:
     return tiles_of_size(problem, device) if supports(problem, device) else []
 
 
-def clocks(problem: Problem, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
-    if not supports(problem, device) or column_tiles(problem, tile)[1] == 0:
-        return math.inf
+def clocks(sizes: Sequence[Problem], tiles: Iterable[Tile], device: Device) -> Iterator[list[float]]:
+    """Yields the expected clocks of each size of a layer with each tile; infinitely many if the tile's kernel does not
+    compute it."""
+    copies = [_copying(size) if supports(size, device) else math.inf for size in sizes]
+    for tile in tiles:
+        yield [
+            expected_clocks(size, tile, device) + copying
+            if copying < math.inf and column_tiles(size, tile)[1] > 0
+            else math.inf
+            for size, copying in zip(sizes, copies, strict=True)
+        ]
+
+
+def _copying(problem: Problem) -> float:
+    """Returns the expected clocks in which the rows are copied."""
     rows = copied_rows(problem)
-    copied = copies_clocks([rows], problem.dtype) if rows is not None else 0.0
-    return expected_clocks(problem, tile, device) + copied
+    return 0.0 if rows is None else copies_clocks([rows], problem.dtype)
 
 
 def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:

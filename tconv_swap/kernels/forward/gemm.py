@@ -4,7 +4,7 @@ their own layouts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -162,10 +162,15 @@ def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys(tile for size in sizes for tile in of_size(size, device)))
 
 
-def clocks(problem: Problem, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of a size; infinitely many if the kernel does not compute it."""
-    if not supports(problem, device):
-        return math.inf
+def clocks(sizes: Sequence[Problem], tiles: Iterable[Tile], device: Device) -> Iterator[list[float]]:
+    """Yields the expected clocks of each size of a layer with each tile; infinitely many if the kernel does not compute
+    it."""
+    supported = [(size, supports(size, device)) for size in sizes]
+    for tile in tiles:
+        yield [_clocks(size, tile, device) if is_supported else math.inf for size, is_supported in supported]
+
+
+def _clocks(problem: Problem, tile: Tile, device: Device) -> float:
     g, item = problem.geometry, problem.dtype.itemsize
     chunk, outputs = _chunk(problem), _outputs(g)
     output_tiles, chunks = ceil_div(outputs, tile.outputs), ceil_div(g.in_channels, chunk)

@@ -4,7 +4,7 @@ taps."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tconv_swap.geometry import Geometry
@@ -56,11 +56,16 @@ def supports(problem: Problem) -> bool:
     return problem.dtype in DTYPES and problem.geometry.batch > 0 and is_narrow(problem.geometry)
 
 
-def clocks(problem: Problem, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
-    if problem.geometry.batch == 0 or not computes(problem, tile):
-        return math.inf
-    return CLOCKS_OF_MICROSECOND * expected_time(problem, tile, device)
+def clocks(sizes: Sequence[Problem], tiles: Iterable[Tile], device: Device) -> Iterator[list[float]]:
+    """Yields the expected clocks of each size of a layer with each tile; infinitely many if the tile's kernel does not
+    compute it."""
+    for tile in tiles:
+        yield [
+            CLOCKS_OF_MICROSECOND * expected_time(size, tile, device)
+            if size.geometry.batch > 0 and computes(size, tile)
+            else math.inf
+            for size in sizes
+        ]
 
 
 def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:

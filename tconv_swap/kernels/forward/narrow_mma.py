@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tconv_swap.kernels.common.dtypes import PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
@@ -13,6 +13,7 @@ from tconv_swap.kernels.forward.narrow import is_narrow
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.kernels.forward.narrow_mma_choice import computes, expected_time, pool_of
 from tconv_swap.kernels.forward.narrow_mma_choice import of_size as tiles_of_size
+from tconv_swap.kernels.forward.narrow_mma_cost import size_of
 from tconv_swap.kernels.forward.narrow_mma_tile import Tile, packed_bytes, product, shared_bytes
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
@@ -63,11 +64,18 @@ def of_size(problem: Problem, device: Device) -> list[Tile]:
     return list(tiles_of_size(problem, device))
 
 
-def clocks(problem: Problem, tile: Tile, device: Device) -> float:
-    """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
-    if not computes(problem, tile) or not supports(problem, device):
-        return math.inf
-    return CLOCKS_OF_MICROSECOND * expected_time(problem, tile)
+def clocks(sizes: Sequence[Problem], tiles: Iterable[Tile], device: Device) -> Iterator[list[float]]:
+    """Yields the expected clocks of each size of a layer with each tile; infinitely many if the tile's kernel does not
+    compute it."""
+    supported = [(one, size_of(one.geometry) if supports(one, device) else None) for one in sizes]
+    for tile in tiles:
+        microseconds = expected_time(sizes[0], tile)
+        yield [
+            CLOCKS_OF_MICROSECOND * microseconds(size)
+            if size is not None and computes(problem, tile)
+            else math.inf
+            for problem, size in supported
+        ]
 
 
 def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:

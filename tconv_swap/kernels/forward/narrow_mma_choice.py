@@ -3,8 +3,10 @@ of data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +16,7 @@ from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
 from tconv_swap.kernels.common.schedules import pool
 from tconv_swap.kernels.forward.narrow import rounds
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
-from tconv_swap.kernels.forward.narrow_mma_cost import microseconds
+from tconv_swap.kernels.forward.narrow_mma_cost import Size, microseconds_of_tile, size_of
 from tconv_swap.kernels.forward.narrow_mma_tile import (
     Tile,
     packed_bytes,
@@ -48,21 +50,33 @@ def computes(problem: Problem, tile: Tile) -> bool:
 def pool_of(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
     """Returns the tiles that a layer of these sizes may have: the best for rows of any length, and for rows of a
     multiple of 16 bytes."""
-    (any_row, _), *_ = row_multiples(replace(sizes[0], geometry=of_any_size(sizes[0].geometry)))
+    layer = _of_any_size(sizes[0])
+    (any_row, _), *_ = row_multiples(layer)
+    of_tiles: dict[Tile, Callable[[Size], float]] = {}
+
+    def expected(problem: Problem, tile: Tile) -> float:
+        if tile not in of_tiles:
+            of_tiles[tile] = expected_time(layer, tile)
+        return of_tiles[tile](size_of(problem.geometry))
+
     return pool(
         sizes,
         lambda problem: of_size(problem, device),
         computes,
-        expected_time,
+        expected,
         lambda tile: tile.row_multiple == any_row,
     )
 
 
 def of_size(problem: Problem, device: Device) -> Iterator[Tile]:
     """Yields the tiles for this size, for every multiple that its rows have."""
-    for multiples in row_multiples(replace(problem, geometry=of_any_size(problem.geometry))):
+    for multiples in row_multiples(_of_any_size(problem)):
         if problem.geometry.width % multiples[0] == 0 == problem.geometry.out_width % multiples[1]:
             yield from candidates(problem, device, multiples)
+
+
+def _of_any_size(problem: Problem) -> Problem:
+    return replace(problem, geometry=of_any_size(problem.geometry))
 
 
 def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
@@ -79,71 +93,72 @@ def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
     return tuple(by_output.values()) or ((1, 1),)
 
 
-def expected_time(problem: Problem, tile: Tile) -> float:
-    return microseconds(problem.geometry, tile, problem.dtype.itemsize, problem.channels_last)
+def expected_time(layer: Problem, tile: Tile) -> Callable[[Size], float]:
+    """Returns the expected time in microseconds as a function of sizes of the layer."""
+    return microseconds_of_tile(layer.geometry, tile, layer.dtype.itemsize, layer.channels_last)
 
 
 def candidates(problem: Problem, device: Device, multiples: tuple[int, int]) -> Iterator[Tile]:
     """Yields the tiles that are worth comparing for rows of such multiples."""
     geometry = problem.geometry
     vertical, horizontal = axes(geometry)
-    rows = _rows(geometry)
+    layer, rows = _of_any_size(problem), _rows(geometry)
     for stacked in (True, False):
         if rows <= STACKED_ROWS[0] if not stacked else rows > STACKED_ROWS[1]:
             continue
         columns_fastest = not problem.channels_last and (stacked or horizontal.stride >= MANY_COLUMNS)
-        p = product(geometry, stacked, columns_fastest)
         direct = not stacked and stores_directly(
             geometry, problem.dtype.itemsize, problem.channels_last, columns_fastest
         )
-        for unit_rows, unit_cols in UNITS:
-            # Of tiles of equal cost the first one is chosen: that with longer lines in memory.
-            for tile_w in (128, 64, 32, 16, 8):
-                if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.positions):
-                    continue
-                for tile_h in (unit_rows, 2 * unit_rows, 4 * unit_rows):
-                    if tile_h >= 2 * max(unit_rows, vertical.positions):
-                        continue
-                    units = geometry.groups * p.m_tiles * (tile_h // unit_rows) * (tile_w // 8 // unit_cols)
-                    for warps in (4, 8):
-                        # Where outputs are stored from registers, many warps that share weights are faster
-                        # (measured).
-                        if units < warps > 4 or (direct and warps < 8 <= units):
-                            continue
-                        for resident in (True, False):
-                            tile = Tile(
-                                stacked,
-                                columns_fastest,
-                                tile_h,
-                                tile_w,
-                                unit_rows,
-                                unit_cols,
-                                warps,
-                                resident,
-                                parts_of(problem),
-                                direct,
-                                1,
-                                *multiples,
-                            )
-                            blocks = _blocks(problem, tile, device)
-                            if blocks:
-                                yield tile._replace(blocks_per_multiprocessor=blocks)
+        for tile in _of_layer(layer, device, multiples, stacked, columns_fastest, direct):
+            if tile.tile_w < 2 * max(8, horizontal.positions) and tile.tile_h < 2 * max(
+                tile.unit_rows, vertical.positions
+            ):
+                yield tile
 
 
-def _blocks(problem: Problem, tile: Tile, device: Device) -> int:
-    """Returns how many blocks of the tile fit a multiprocessor."""
-    geometry, item = problem.geometry, problem.dtype.itemsize
-    if tile.resident and packed_bytes(geometry, tile) > MAX_RESIDENT_BYTES:
-        return 0
-    shared = shared_bytes(geometry, tile, item, problem.channels_last)
+@lru_cache(maxsize=64)
+def _of_layer(
+    layer: Problem,
+    device: Device,
+    multiples: tuple[int, int],
+    stacked: bool,
+    columns_fastest: bool,
+    direct: bool,
+) -> tuple[Tile, ...]:
+    """Returns the same for maps of any size, also tiles that are larger than a map."""
+    geometry, item, channels_last = layer.geometry, layer.dtype.itemsize, layer.channels_last
+    m_tiles, parts = product(geometry, stacked, columns_fastest).m_tiles, parts_of(layer)
+    found = []
+    # Of tiles of equal cost the first one is chosen: that with longer lines in memory.
+    for (rows, cols), tile_w, units_down in itertools.product(UNITS, (128, 64, 32, 16, 8), (1, 2, 4)):
+        if tile_w % (8 * cols):
+            continue
+        units = geometry.groups * m_tiles * units_down * (tile_w // 8 // cols)
+        for warps in (4, 8):
+            # Where outputs are stored from registers, many warps that share weights are faster (measured).
+            if units < warps > 4 or (direct and warps < 8 <= units):
+                continue
+            shape = (stacked, columns_fastest, units_down * rows, tile_w, rows, cols, warps)
+            tile = Tile(*shape, False, parts, direct, 1, *multiples)
+            needed = registers(geometry, tile, item, channels_last)
+            if needed > MAX_REGISTERS:
+                continue
+            shared, packed = shared_bytes(geometry, tile, item, channels_last), packed_bytes(geometry, tile)
+            for resident in (True, False) if packed <= MAX_RESIDENT_BYTES else (False,):
+                blocks = _blocks(shared + packed * resident, needed, warps, device)
+                if blocks:
+                    found.append(tile._replace(resident=resident, blocks_per_multiprocessor=blocks))
+    return tuple(found)
+
+
+def _blocks(shared: int, registers: int, warps: int, device: Device) -> int:
+    """Returns how many blocks fit a multiprocessor."""
     if shared > device.shared_memory_per_block:
-        return 0
-    needed = registers(geometry, tile, item, problem.channels_last)
-    if needed > MAX_REGISTERS:
         return 0
     room = min(SHARED_BYTES, device.shared_memory_per_block + RESERVED_BYTES)
     # Registers are allocated in multiples of 8.
-    return min(room // (shared + RESERVED_BYTES), REGISTERS // (32 * tile.warps * round_up(needed, 8)))
+    return min(room // (shared + RESERVED_BYTES), REGISTERS // (32 * warps * round_up(registers, 8)))
 
 
 def parts_of(problem: Problem) -> int:

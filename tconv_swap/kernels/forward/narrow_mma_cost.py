@@ -6,9 +6,12 @@ logarithm is 0.14 in 16 bits and NCHW and 0.11 to 0.12 elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-from tconv_swap.geometry import Geometry
+from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.kernels.forward.narrow_mma_tile import (
     Tile,
@@ -80,61 +83,99 @@ _RATES = {
 }
 
 
-def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> float:
-    """Returns the expected time on an H200."""
+class Size(NamedTuple):
+    """What the time depends on of a size, whatever the tile."""
+
+    batch: int
+    #: Rows and columns of positions.
+    positions: Pair
+    inputs: int
+    outputs: int
+    #: Rows of outputs of all images and channels, and the columns of each.
+    rows: int
+    columns: int
+    #: The elements that must move.
+    elements: int
+
+
+@lru_cache(maxsize=256)
+def size_of(geometry: Geometry) -> Size:
+    """Returns the size of a geometry."""
+    g, (vertical, horizontal) = geometry, axes(geometry)
+    rows, columns = g.batch * g.out_channels * g.out_height, g.out_width
+    return Size(
+        g.batch,
+        (vertical.positions, horizontal.positions),
+        g.batch * g.in_channels * g.height * g.width,
+        rows * columns,
+        rows,
+        columns,
+        g.elements,
+    )
+
+
+def microseconds_of_tile(
+    layer: Geometry, tile: Tile, item: int, channels_last: bool
+) -> Callable[[Size], float]:
+    """Returns the expected time on an H200 as a function of sizes of ``layer``: what they have in common is computed
+    once."""
     rates = _RATES[item, channels_last]
-    p = product(geometry, tile.stacked, tile.columns_fastest)
-    vertical, horizontal = axes(geometry)
-    tiles_h, tiles_w = ceil_div(vertical.positions, tile.tile_h), ceil_div(horizontal.positions, tile.tile_w)
-    tiles = geometry.batch * tiles_h * tiles_w
+    p = product(layer, tile.stacked, tile.columns_fastest)
+    vertical, horizontal = axes(layer)
     passes = p.passes if tile.stacked else p.passes * vertical.used
+    groups, warps = layer.groups, tile.warps
 
     rows = tile.tile_h // tile.unit_rows
     columns = tile.tile_w // 8 // tile.unit_cols
-    units = geometry.groups * p.m_tiles * rows * columns
+    units = groups * p.m_tiles * rows * columns
     # The units of all tiles, where a tile's last round of units counts in full even if some warps have none.
-    done = (
-        tiles * passes * rows * columns * geometry.groups * ceil_div(units, tile.warps) * tile.warps / units
-    )
+    rounds = ceil_div(units, warps)
     window = tile.unit_rows + (p.v - 1) * p.v_step
-    fragments = done * p.all_pairs * window * tile.unit_cols * 128 * item
-    weights = done * p.all_pairs * p.v * 512 * tile.parts
-    multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * PRODUCTS[tile.parts]
-    staged = done * p.m_tiles * 16 * tile.unit_rows * tile.unit_cols * 8
+    products = PRODUCTS[tile.parts]
 
-    copied = tiles * passes * halo(geometry, tile, item, channels_last)[2]
-    copy_bytes = item * copy_elements(geometry, tile, item, channels_last)
-    copies = copied / copy_bytes
-    computing = copied * rates.byte + copies * (rates.copy + (rates.waited if copy_bytes == 2 else 0.0))
-    computing += fragments * rates.fragment
-    computing += weights * (rates.fragment if tile.resident else rates.weight)
-    computing += multiplies * rates.multiply + staged * rates.staged + done * p.m_tiles * rates.unit
-    computing *= 1 + rates.hiding / (tile.warps * tile.blocks_per_multiprocessor)
-    blocks = tiles * p.passes
+    in_shared = halo(layer, tile, item, channels_last)[2]
+    copy_bytes = item * copy_elements(layer, tile, item, channels_last)
+    of_copy = rates.copy + (rates.waited if copy_bytes == 2 else 0.0)
+    of_weight = rates.fragment if tile.resident else rates.weight
+    waiting = 1 + rates.hiding / (warps * tile.blocks_per_multiprocessor)
     at_a_time = MULTIPROCESSORS * tile.blocks_per_multiprocessor
-    busiest = (1 - rates.rounds) * round_up(blocks, MULTIPROCESSORS) + rates.rounds * round_up(
-        blocks, at_a_time
-    )
-    computing *= busiest / blocks
 
-    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    pixel = geometry.out_channels if channels_last else 1
-    line = min(tile.tile_w * horizontal.stride, geometry.out_width) * pixel * item
-    aligned = (
-        geometry.out_width * pixel * item % 32 == 0
-        and tile.tile_w * horizontal.stride * pixel * item % 32 == 0
-    )
-    written = outputs * item * (1.0 if aligned else (line + 32) / line)
-    storing = (
-        written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
-    )
-    if not tile.direct:
-        lines = geometry.batch * geometry.out_channels * geometry.out_height * tiles_w
-        storing += lines * rates.line
-    inputs = geometry.batch * geometry.in_channels * geometry.height * geometry.width
-    far = item == 2 and not channels_last and geometry.elements * item > NEAR_BYTES
-    reading = (
-        inputs * item * (rates.input + (FAR_INPUT if far else 0.0))
-        + p.passes * packed_bytes(geometry, tile) * rates.packed
-    )
-    return computing + storing + reading + rates.launch
+    pixel = layer.out_channels if channels_last else 1
+    tile_columns = tile.tile_w * horizontal.stride
+    whole_sectors = tile_columns * pixel * item % 32 == 0
+    of_store = store_elements(layer, tile, item, channels_last)
+    packing = p.passes * packed_bytes(layer, tile) * rates.packed
+    may_be_far = item == 2 and not channels_last
+
+    def microseconds(size: Size) -> float:
+        tiles_h, tiles_w = -(-size.positions[0] // tile.tile_h), -(-size.positions[1] // tile.tile_w)
+        tiles = size.batch * tiles_h * tiles_w
+        done = tiles * passes * rows * columns * groups * rounds * warps / units
+        fragments = done * p.all_pairs * window * tile.unit_cols * 128 * item
+        weights = done * p.all_pairs * p.v * 512 * tile.parts
+        multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * products
+        staged = done * p.m_tiles * 16 * tile.unit_rows * tile.unit_cols * 8
+
+        copied = tiles * passes * in_shared
+        computing = copied * rates.byte + copied / copy_bytes * of_copy
+        computing += fragments * rates.fragment
+        computing += weights * of_weight
+        computing += multiplies * rates.multiply + staged * rates.staged + done * p.m_tiles * rates.unit
+        computing *= waiting
+        blocks = tiles * p.passes
+        busiest = (1 - rates.rounds) * round_up(blocks, MULTIPROCESSORS) + rates.rounds * round_up(
+            blocks, at_a_time
+        )
+        computing *= busiest / blocks
+
+        line = min(tile_columns, size.columns) * pixel * item
+        aligned = whole_sectors and size.columns * pixel * item % 32 == 0
+        written = size.outputs * item * (1.0 if aligned else (line + 32) / line)
+        storing = written * rates.written + size.outputs / of_store * rates.store
+        if not tile.direct:
+            storing += size.rows * tiles_w * rates.line
+        far = may_be_far and size.elements * item > NEAR_BYTES
+        reading = size.inputs * item * (rates.input + (FAR_INPUT if far else 0.0)) + packing
+        return computing + storing + reading + rates.launch
+
+    return microseconds

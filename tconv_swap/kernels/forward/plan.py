@@ -76,10 +76,10 @@ def _as_they_lie(kernels: Kernels, problem: Problem, has_bias: bool, device: Dev
     """Returns the parts of ``FAMILIES``, the best of each first."""
     found = []
     for name, family in FAMILIES.items():
-        timed = [(family.clocks(problem, tile, device), tile) for tile in getattr(kernels, name)]
+        tiles = getattr(kernels, name)
         parts = [
             Ranked(clocks, partial(family.lower, problem, has_bias, tile, device))
-            for clocks, tile in timed
+            for (clocks,), tile in zip(family.clocks([problem], tiles, device), tiles, strict=True)
             if clocks < math.inf
         ]
         found.append(sorted(parts, key=attrgetter("clocks")))

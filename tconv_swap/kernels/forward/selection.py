@@ -65,8 +65,11 @@ class Family(Protocol):
     def of_size(self, problem: Problem, device: Device) -> Sequence[Any]:
         """Returns the tiles that suit this size, also those that its layer does not have."""
 
-    def clocks(self, problem: Problem, tile: Any, device: Device) -> float:
-        """Returns the expected clocks of a size; infinitely many if the tile's kernel does not compute it."""
+    def clocks(
+        self, sizes: Sequence[Problem], tiles: Sequence[Any], device: Device
+    ) -> Iterator[list[float]]:
+        """Yields the expected clocks of each size of a layer with each tile; infinitely many if the tile's kernel does
+        not compute it."""
 
     def lower(self, problem: Problem, has_bias: bool, tile: Any, device: Device) -> Part:
         """Returns the part that computes the problem with this tile. Inputs: input (16-byte aligned), weight, bias.
@@ -126,8 +129,8 @@ def _timed(layer: TileProblem, sizes: Sequence[TileProblem], device: Device) -> 
         return
     posed = [as_problem(size) for size in sizes]
     for name, family in FAMILIES.items():
-        for tile in family.candidates(posed, device):
-            times = [family.clocks(size, tile, device) for size in posed]
+        tiles = family.candidates(posed, device)
+        for tile, times in zip(tiles, family.clocks(posed, tiles, device), strict=True):
             yield Timed(name, tile, times, math.inf not in times)
 
 
