@@ -16,7 +16,6 @@ from tconv_swap.kernels.common.sizes import Words, divisor
 from tconv_swap.kernels.forward.narrow import is_narrow
 from tconv_swap.kernels.forward.narrow_ffma_choice import computes, expected_time, pool_of, terms
 from tconv_swap.kernels.forward.narrow_ffma_choice import of_size as tiles_of_size
-from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     Tile,
     axes,
@@ -59,12 +58,14 @@ def supports(problem: Problem) -> bool:
 def clocks(sizes: Sequence[Problem], tiles: Iterable[Tile], device: Device) -> Iterator[list[float]]:
     """Yields the expected clocks of each size of a layer with each tile; infinitely many if the tile's kernel does not
     compute it."""
+    times = [expected_time(size, device) for size in sizes]
     for tile in tiles:
+        taken = footprint(sizes[0].geometry, tile, sizes[0].channels_last)
         yield [
-            CLOCKS_OF_MICROSECOND * expected_time(size, tile, device)
+            CLOCKS_OF_MICROSECOND * time_of(tile, taken)[0]
             if size.geometry.batch > 0 and computes(size, tile)
             else math.inf
-            for size in sizes
+            for size, time_of in zip(sizes, times, strict=True)
         ]
 
 
@@ -86,9 +87,7 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
     """Returns the part that computes the problem with this tile. Inputs: input, weight, bias. Output: the output."""
     geometry, channels_last = problem.geometry, problem.channels_last
     taken = footprint(geometry, tile, channels_last)
-    time, repeat = microseconds(
-        geometry, tile, taken, channels_last, problem.dtype.itemsize, device.multiprocessors
-    )
+    time, repeat = expected_time(problem, device)(tile, taken)
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,

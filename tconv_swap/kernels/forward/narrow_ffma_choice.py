@@ -3,16 +3,16 @@ size. Pure functions of data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import log2, sqrt
+from math import gcd, log2, sqrt
 
 import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.hardware import MAX_REGISTERS, REGISTERS, RESIDENT_THREADS
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
-from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
+from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds_of_size
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     MAX_SUMS,
     MAX_THREADS,
@@ -22,8 +22,9 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
     Tile,
     axes,
     columns_of_tiles,
-    footprint,
+    footprint_of,
     row_tiles,
+    share,
     threads,
     unrolled,
 )
@@ -109,12 +110,13 @@ def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[T
     item, channels_last = problem.dtype.itemsize, problem.channels_last
     asynchronous = problem.dtype == torch.float32 and device.compute_capability >= 80
     limit = min(SHARED_BYTES, device.shared_memory_per_block)
+    expected, least = (expected_time(problem, device, bank_conflicts) for bank_conflicts in (True, False))
     for max_loads in MAX_LOADS:
         tiles = candidates(problem.geometry, channels_last, item, asynchronous, limit, max_loads, multiples)
-        ranked = sorted(tiles, key=lambda one: _time(problem, one[0], one[1], device, False))
+        ranked = sorted(tiles, key=lambda one: least(*one)[0])
         if ranked:
             finalists = [(_with_min_blocks(*one), one[1]) for one in ranked[:FINALISTS]]
-            finalists.sort(key=lambda one: _time(problem, one[0], one[1], device))
+            finalists.sort(key=lambda one: expected(*one)[0])
             return [tile for tile, _ in finalists]
     return []
 
@@ -125,23 +127,17 @@ def _with_min_blocks(tile: Tile, taken: Footprint) -> Tile:
     return tile._replace(min_blocks=max(1, blocks))
 
 
-def expected_time(problem: Problem, tile: Tile, device: Device) -> float:
-    """Returns the expected time of a tile in microseconds."""
-    return _time(problem, tile, footprint(problem.geometry, tile, problem.channels_last), device)
-
-
-def _time(
-    problem: Problem, tile: Tile, taken: Footprint, device: Device, bank_conflicts: bool = True
-) -> float:
-    return microseconds(
+def expected_time(
+    problem: Problem, device: Device, bank_conflicts: bool = True
+) -> Callable[[Tile, Footprint], tuple[float, int]]:
+    """Returns ``microseconds_of_size`` of a problem."""
+    return microseconds_of_size(
         problem.geometry,
-        tile,
-        taken,
         problem.channels_last,
         problem.dtype.itemsize,
         device.multiprocessors,
         bank_conflicts,
-    )[0]
+    )
 
 
 def candidates(
@@ -296,19 +292,16 @@ def _staged(
     for chunk in sorted(chunks, reverse=True):
         load = _load(geometry, shape, chunk, channels_last, element_bytes, row_multiple)
         tile = shape._replace(chunk=chunk, load=load)
-        taken = footprint(geometry, tile, channels_last)
-        if taken.shared_bytes > shared_limit:
-            if chunk == channels:
-                continue
+        if unrolled(geometry, tile, channels_last) > UNROLLED_MULTIPLY_ADDS:
+            continue
+        of_thread = share(geometry, tile, channels_last)
+        if of_thread.loads > max_loads or of_thread.registers > min(MAX_REGISTERS, REGISTERS // block):
+            continue
+        taken = footprint_of(geometry, tile, channels_last, of_thread)
+        if taken.shared_bytes > shared_limit and chunk < channels:
             tile = tile._replace(resident=False)
-            taken = footprint(geometry, tile, channels_last)
-        if (
-            taken.shared_bytes <= shared_limit
-            and unrolled(geometry, tile, channels_last) <= UNROLLED_MULTIPLY_ADDS
-            and taken.loads <= max_loads
-            and taken.registers <= MAX_REGISTERS
-            and taken.registers * block <= REGISTERS
-        ):
+            taken = footprint_of(geometry, tile, channels_last, of_thread)
+        if taken.shared_bytes <= shared_limit:
             found += 1
             yield tile, taken
         if found == 2:
@@ -321,16 +314,9 @@ def _load(
     """Returns the elements of one load: as many as the alignment of the tensor and of the tile with this chunk allow,
     up to 16 bytes."""
     if channels_last:
-        sizes = [
-            geometry.in_channels,
-            geometry.in_channels_per_group * tile.block_groups,
-            tile.block_groups * chunk,
-        ]
-    else:
-        sizes = [row_multiple, tile.lanes_w * tile.thread_columns]
-    load = 16 // element_bytes
-    if channels_last and tile.block_groups == 1 and tile.partial:
-        load = min(load, max(2, tile.partial))  # channels that are loaded together belong to one partial sum
-    while any(size % load for size in sizes):
-        load //= 2
-    return load
+        sizes = (geometry.in_channels, geometry.in_channels_per_group * tile.block_groups, tile.block_groups * chunk)
+        most = 16 // element_bytes
+        if tile.block_groups == 1 and tile.partial:
+            most = min(most, max(2, tile.partial))  # channels that are loaded together belong to one partial sum
+        return gcd(most, *sizes)
+    return gcd(16 // element_bytes, row_multiple, tile.lanes_w * tile.thread_columns)

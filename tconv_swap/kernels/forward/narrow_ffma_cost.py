@@ -6,7 +6,7 @@ logarithm is 0.16 to 0.21.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -15,6 +15,7 @@ from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     REGISTER_MARGIN,
+    Axes,
     Footprint,
     Tile,
     axes,
@@ -52,58 +53,59 @@ LINE_BYTES, FAR_SHORT_ROWS, NEAR_BYTES = 128, 1.5, 48 << 20
 REPEATS = (1, 2, 4, 8, 16, 32)
 
 
-def microseconds(
+def microseconds_of_size(
     geometry: Geometry,
-    tile: Tile,
-    taken: Footprint,
     channels_last: bool,
     element_bytes: int,
     multiprocessors: int,
     bank_conflicts: bool = True,
-) -> tuple[float, int]:
-    """Returns the expected time on an H200, and the best number of tiles for a block.
+) -> Callable[[Tile, Footprint], tuple[float, int]]:
+    """Returns a function of tiles and what their blocks take: it returns the expected time of this size on an H200, and
+    the best number of tiles for a block. What tiles have in common is computed once.
 
     Without ``bank_conflicts`` the time is a lower bound, which takes less time to compute.
     """
-    warps = ceil_div(taken.threads, 32)
-    fit = _blocks_per_multiprocessor(taken, warps)
-    passes = _bank_passes(of_any_size(geometry), tile, channels_last) if bank_conflicts else (1, 1)
-    reads, multiply_adds, once = _computing(
-        geometry, tile, taken, channels_last, element_bytes, warps, passes
-    )
-    sectors, stores = _storing(geometry, tile, channels_last, element_bytes)
-    across, down = columns_of_tiles(geometry, tile), row_tiles(geometry, tile)
-    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
-    fixed = START_MICROSECONDS + geometry.elements * element_bytes / MEMORY_BYTES_PER_MICROSECOND
-    fixed += (
-        across
-        * down
-        * _input_bytes(geometry, tile, taken, channels_last, element_bytes)
-        / L2_BYTES_PER_MICROSECOND
-    )
+    layer, of_layer = of_any_size(geometry), axes(geometry)
+    moved_bytes = geometry.elements * element_bytes
+    of_memory = START_MICROSECONDS + moved_bytes / MEMORY_BYTES_PER_MICROSECOND
+    may_be_scattered = moved_bytes > NEAR_BYTES and not channels_last
 
-    far = geometry.elements * element_bytes > NEAR_BYTES
-    row_bytes = tile.lanes_w * tile.thread_columns * geometry.stride[1] * element_bytes
-    scattered = FAR_SHORT_ROWS if far and not channels_last and row_bytes <= LINE_BYTES else 1.0
-
-    def expected(repeat: int) -> float:
-        blocks = across * ceil_div(down, repeat)
-        rounds = blocks / (multiprocessors * fit)
-        if rounds <= 1:
-            uneven = round_up(blocks, multiprocessors) / blocks
-        else:
-            uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
-        waiting = 8 / (min(fit, blocks / multiprocessors) * warps)
-        per_tile = (reads + multiply_adds * (MULTIPLY_ADD[0] + MULTIPLY_ADD[1] * waiting)) * uneven
-        per_tile += warps * sectors * (SECTOR[0] + SECTOR[1] * waiting) + warps * stores * (
-            STORE[0] + STORE[1] * waiting
+    def microseconds(tile: Tile, taken: Footprint) -> tuple[float, int]:
+        warps = ceil_div(taken.threads, 32)
+        fit = _blocks_per_multiprocessor(taken, warps)
+        passes = _bank_passes(layer, tile, channels_last) if bank_conflicts else (1, 1)
+        chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
+        reads, multiply_adds, once = _computing(
+            of_layer, chunks * tile.chunk, tile, taken, channels_last, element_bytes, warps, passes
         )
-        cycles = blocks * (repeat * per_tile + once * uneven) / multiprocessors
-        cycles += STEP_CYCLES * chunks * repeat * max(1.0, rounds)
-        return scattered * (fixed + cycles / CYCLES_PER_MICROSECOND)
+        sectors, stores = _storing(geometry, tile, channels_last, element_bytes)
+        across, down = columns_of_tiles(geometry, tile), row_tiles(geometry, tile)
+        tiles = across * down
+        loaded = tiles * _input_bytes(of_layer, chunks, tile, taken, channels_last, element_bytes)
+        fixed = of_memory + loaded / L2_BYTES_PER_MICROSECOND
+        row_bytes = tile.lanes_w * tile.thread_columns * geometry.stride[1] * element_bytes
+        scattered = FAR_SHORT_ROWS if may_be_scattered and row_bytes <= LINE_BYTES else 1.0
 
-    repeats = [r for r in REPEATS if r == 1 or (r <= down and across * down >= r * multiprocessors)]
-    return min((expected(repeat), repeat) for repeat in repeats)
+        def expected(repeat: int) -> float:
+            blocks = across * -(-down // repeat)
+            rounds = blocks / (multiprocessors * fit)
+            if rounds <= 1:
+                uneven = round_up(blocks, multiprocessors) / blocks
+            else:
+                uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
+            waiting = 8 / (min(fit, blocks / multiprocessors) * warps)
+            per_tile = (reads + multiply_adds * (MULTIPLY_ADD[0] + MULTIPLY_ADD[1] * waiting)) * uneven
+            per_tile += warps * sectors * (SECTOR[0] + SECTOR[1] * waiting) + warps * stores * (
+                STORE[0] + STORE[1] * waiting
+            )
+            cycles = blocks * (repeat * per_tile + once * uneven) / multiprocessors
+            cycles += STEP_CYCLES * chunks * repeat * max(1.0, rounds)
+            return scattered * (fixed + cycles / CYCLES_PER_MICROSECOND)
+
+        repeats = [r for r in REPEATS if r == 1 or (r <= down and tiles >= r * multiprocessors)]
+        return min((expected(repeat), repeat) for repeat in repeats)
+
+    return microseconds
 
 
 def _blocks_per_multiprocessor(taken: Footprint, warps: int) -> int:
@@ -114,7 +116,8 @@ def _blocks_per_multiprocessor(taken: Footprint, warps: int) -> int:
 
 
 def _computing(
-    geometry: Geometry,
+    of_layer: Axes,
+    channels: int,
     tile: Tile,
     taken: Footprint,
     channels_last: bool,
@@ -122,14 +125,14 @@ def _computing(
     warps: int,
     passes: tuple[float, int],
 ) -> tuple[float, float, float]:
-    """Returns (cycles of a tile without its multiply-adds and stores, multiply-adds of a tile, cycles of a block)."""
-    vertical, horizontal = axes(geometry)
-    channels = ceil_div(geometry.in_channels_per_group, tile.chunk) * tile.chunk
+    """Returns (cycles of a tile without its multiply-adds and stores, multiply-adds of a tile, cycles of a block).
+    ``channels``: the input channels of all chunks."""
+    vertical, horizontal = of_layer
     whole_h, whole_w = tile.phases_h == vertical.stride, tile.phases_w == horizontal.stride
     used = 1.0 if whole_h else vertical.used
     taps_h = vertical.kernel if whole_h else vertical.kernel / vertical.stride
     taps = taps_h * (horizontal.kernel if whole_w else horizontal.taps)
-    rows, columns = window(geometry, tile)
+    rows, columns = window(of_layer, tile)
     loaded_taps = (vertical.kernel if whole_h else vertical.taps) * horizontal.kernel
     weight_loads = channels * tile.block_channels * loaded_taps * used / taken.threads
 
@@ -149,12 +152,11 @@ def _computing(
 
 
 def _input_bytes(
-    geometry: Geometry, tile: Tile, taken: Footprint, channels_last: bool, element_bytes: int
+    of_layer: Axes, chunks: int, tile: Tile, taken: Footprint, channels_last: bool, element_bytes: int
 ) -> float:
     """Returns the bytes that a tile's loads read from the L2 cache, in sectors of 32 bytes."""
-    vertical, _ = axes(geometry)
+    vertical, _ = of_layer
     channels, rows, columns = taken.input_tile
-    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
     used = 1.0 if tile.phases_h == vertical.stride else vertical.used
     segments, length = (columns, channels) if channels_last else (channels, columns)
     return chunks * used * tile.block_images * rows * segments * round_up(length * element_bytes, 32)

@@ -81,8 +81,12 @@ class Axis:
     span: int
 
 
+#: The vertical and the horizontal axis.
+Axes = tuple[Axis, Axis]
+
+
 @lru_cache(maxsize=1024)
-def axes(geometry: Geometry) -> tuple[Axis, Axis]:
+def axes(geometry: Geometry) -> Axes:
     """Returns the vertical and the horizontal axis."""
     sizes = (geometry.out_height, geometry.out_width)
     vertical, horizontal = (
@@ -124,16 +128,16 @@ def threads(geometry: Geometry, tile: Tile) -> int:
     return tile.lanes_c * columns * tile.slices_c * tile.lanes_h * tile.block_images
 
 
-def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int, int, int]:
+def _input_tile(of_layer: Axes, tile: Tile, channels_last: bool) -> tuple[int, int, int]:
     """Returns (channels, rows, columns) of one image's input that a block keeps in shared memory."""
-    vertical, horizontal = axes(geometry)
+    vertical, horizontal = of_layer
     whole = tile.phases_h == vertical.stride
     rows = tile.lanes_h * tile.thread_rows + (
         vertical.span if whole else (vertical.taps - 1) * vertical.reach
     )
     columns = tile.lanes_w * tile.thread_columns + horizontal.span
     if not channels_last:
-        columns = ceil_div(columns + horizontal.lowest % tile.load, tile.load) * tile.load
+        columns = round_up(columns + horizontal.lowest % tile.load, tile.load)
     return tile.block_groups * tile.chunk, rows, columns
 
 
@@ -152,29 +156,50 @@ class SharedLayout(NamedTuple):
     weights: int
 
 
-class Footprint(NamedTuple):
-    """What a block of a tile takes, whatever the size of the images."""
+class Share(NamedTuple):
+    """The share of a thread in the work of a block."""
 
+    #: The threads of a block.
     threads: int
-    #: Channels, rows and columns of one image's input that it keeps in shared memory.
+    #: Channels, rows and columns of one image's input that a block keeps in shared memory.
     input_tile: tuple[int, int, int]
     #: With how many loads a thread loads its share of one chunk.
     loads: int
-    layout: SharedLayout
-    shared_bytes: int
     #: Of a thread (an estimate).
     registers: int
 
 
-def footprint(geometry: Geometry, tile: Tile, channels_last: bool) -> Footprint:
-    """Returns what a block takes."""
-    count, held = threads(geometry, tile), input_tile(geometry, tile, channels_last)
+class Footprint(NamedTuple):
+    """What a block of a tile takes, whatever the size of the images. Its first fields are those of ``Share``."""
+
+    threads: int
+    input_tile: tuple[int, int, int]
+    loads: int
+    registers: int
+    layout: SharedLayout
+    shared_bytes: int
+
+
+def share(geometry: Geometry, tile: Tile, channels_last: bool) -> Share:
+    """Returns the share of a thread."""
+    of_layer = axes(geometry)
+    count, held = threads(geometry, tile), _input_tile(of_layer, tile, channels_last)
     channels, rows, columns = held
     loads = ceil_div(tile.block_images * channels * rows * columns // tile.load, count)
-    layout = _shared_layout(geometry, tile, channels_last, held)
+    return Share(count, held, loads, _registers(of_layer, tile, channels_last, loads))
+
+
+def footprint(geometry: Geometry, tile: Tile, channels_last: bool) -> Footprint:
+    """Returns what a block takes."""
+    return footprint_of(geometry, tile, channels_last, share(geometry, tile, channels_last))
+
+
+def footprint_of(geometry: Geometry, tile: Tile, channels_last: bool, of_thread: Share) -> Footprint:
+    """Returns the same of a tile with this share of a thread."""
+    layout = _shared_layout(geometry, tile, channels_last, of_thread.input_tile)
     buffers = 2 if tile.async_ else 1
     shared = 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
-    return Footprint(count, held, loads, layout, shared, _registers(geometry, tile, channels_last, loads))
+    return Footprint(*of_thread, layout, shared)
 
 
 def _shared_layout(
@@ -230,9 +255,9 @@ def columns_of_tiles(geometry: Geometry, tile: Tile) -> int:
     return count * (vertical.stride // tile.phases_h)
 
 
-def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
+def window(of_layer: Axes, tile: Tile) -> tuple[int, int]:
     """Returns (rows, columns) of one channel of the input that a thread reads."""
-    vertical, horizontal = axes(geometry)
+    vertical, horizontal = of_layer
     columns = tile.thread_columns
     if tile.phases_w == horizontal.stride:
         once = columns + horizontal.span if tile.adjacent else columns * (horizontal.span + 1)
@@ -245,7 +270,7 @@ def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
     return tile.thread_rows + down, min(once, columns * horizontal.kernel)
 
 
-def _registers(geometry: Geometry, tile: Tile, channels_last: bool, loads: int) -> int:
+def _registers(of_layer: Axes, tile: Tile, channels_last: bool, loads: int) -> int:
     """Estimates the registers that a thread needs so that nothing spills: fitted to the compiler's reports, and
     never too few for any of them."""
     return int(
@@ -253,7 +278,7 @@ def _registers(geometry: Geometry, tile: Tile, channels_last: bool, loads: int) 
         + REGISTER_MARGIN
         + 0.92 * tile.sums * (2 if tile.partial else 1)
         + 5.9 * loads
-        + 1.4 * read_width(tile, channels_last) * window(geometry, tile)[0]
+        + 1.4 * read_width(tile, channels_last) * window(of_layer, tile)[0]
         + 2.2 * tile.thread_channels
     )
 
