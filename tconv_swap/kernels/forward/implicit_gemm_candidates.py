@@ -166,12 +166,11 @@ def of_size(problem: TileProblem, device: Device) -> Iterator[Schedule]:
 
 def _seen_and_kernels(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Schedule]]:
     """Yields the same, each after the problem as it sees this."""
-    layer = of_any_size(problem)
     aligned = replace(problem, aligned=True)
     both = not problem.input_channels_last and can_be_aligned(aligned)
     for posed in (problem, aligned) if both else (problem,):
         for seen, tile in candidates(posed, device):
-            yield seen, Schedule(_of_geometry(seen, layer.geometry), of_any_shape(tile))
+            yield seen, Schedule(of_any_size(seen), of_any_shape(tile))
 
 
 def ranked(

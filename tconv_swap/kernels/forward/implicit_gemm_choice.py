@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice, product
 
 from tconv_swap.kernels.forward.implicit_gemm_fit import (
     fit_rows,
@@ -37,19 +38,22 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     that have a multiprocessor to themselves."""
     found: set[tuple[TileProblem, Tile]] = set()
     for posed, depths in _kinds(problem, device):
-        layer, first = of_any_size(posed), next(depths())
-        splits = (1, 2) if split_k(posed, first, device.multiprocessors) > 1 else (1,)
-        alone = not first.nchw_stages and block_count(posed, first) <= device.multiprocessors
-        for way in (depths, Depths(_of_one_block, (depths,))) if alone else (depths,):
-            for count in splits:
-                fitting = _first_that_fits(layer, way, count, device)
-                if fitting is None:
-                    continue
-                later = staggered(posed, fitting, device.multiprocessors)
-                tile = later if later is fitting or fits_device(posed, later, device) else fitting
-                if (posed, tile) not in found:
-                    found.add((posed, tile))
-                    yield posed, tile
+        layer, multiprocessors = of_any_size(posed), device.multiprocessors
+        whole = _first_that_fits(layer, depths, 1, device)
+        # The number of stages changes no number of blocks.
+        shape = whole or next(depths())
+        is_idle = block_count(posed, shape) <= multiprocessors
+        splits = (1, 2) if is_idle and split_k(posed, shape, multiprocessors) > 1 else (1,)
+        alone = (Depths(_of_one_block, (depths,)),) if is_idle and not shape.nchw_stages else ()
+        others = islice(product((depths, *alone), splits), 1, None)
+        for fitting in (whole, *(_first_that_fits(layer, way, count, device) for way, count in others)):
+            if fitting is None:
+                continue
+            later = staggered(posed, fitting, multiprocessors)
+            tile = later if later is fitting or fits_device(posed, later, device) else fitting
+            if (posed, tile) not in found:
+                found.add((posed, tile))
+                yield posed, tile
 
 
 def _of_one_block(depths: Depths) -> Iterator[Tile]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import gcd
-from typing import NamedTuple
 
 from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.hardware import SECTOR_BYTES
@@ -106,13 +105,9 @@ FAR_STORED_ROW_CLOCKS, FAR_STORED_ROW_CLOCKS_OF_THREADS = 1.84, 4.9
 SHORT_STORE_CLOCKS, STORED_BYTE_CLOCKS_NHWC, OF_PHASES = 0.395, 0.0103, 1.93
 
 
-class _Kind(NamedTuple):
-    """What the clocks of a tile depend on of a size: whether the L2 has not always its input and output, the largest
-    power of two that divides its rows of outputs, at most that of a store, and the pitch of a dense map."""
-
-    is_far: bool
-    row_multiple: int
-    pitch: int
+#: What the clocks of a tile depend on of a size: whether the L2 has not always its input and output; the largest power
+#: of two that divides its rows of outputs, at most that of a store; and the pitch of a dense map.
+_Kind = tuple[bool, int, int]
 
 
 def expected_clocks(problem: TileProblem, tile: Tile, multiprocessors: int) -> float:
@@ -131,7 +126,7 @@ def clocks_of_tile(
     readers = ceil_div(layer.geometry.out_channels_per_group, layer.block_channels(tile))
     reread = REREAD_BYTE_CLOCKS * (readers * len(layer.group_taps) - 1)
     packing = PACKED_BYTE_CLOCKS * 2 * _weight_bytes(layer)
-    of_kinds: dict[_Kind | None, float] = {}
+    of_kinds: dict[_Kind, float] = {}
 
     def clocks_of(problem: TileProblem) -> float:
         # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
@@ -158,12 +153,13 @@ def clocks_of_tile(
     return clocks_of
 
 
-def _kind_of(problem: TileProblem, tile: Tile) -> _Kind | None:
-    """Returns the kind of a size; None where no size differs."""
-    if not tile.wgmma:
-        return None
+def _kind_of(problem: TileProblem, tile: Tile) -> _Kind:
+    """Returns the kind of a size; the same where no size differs."""
+    pitch = dense_map(problem).cols if tile.dense else 0
+    if not tile.wgmma or (tile.tma and problem.output_channels_last):
+        return False, 0, pitch
     multiple = 0 if problem.output_channels_last else gcd(problem.geometry.out_width, 16 // problem.item)
-    return _Kind(_is_far(problem), multiple, dense_map(problem).cols if tile.dense else 0)
+    return _is_far(problem), multiple, pitch
 
 
 def _ragged_byte_clocks(problem: TileProblem, tile: Tile) -> float:

@@ -366,6 +366,7 @@ def supports_tma_weights(problem: TileProblem) -> bool:
     )
 
 
+@lru_cache(maxsize=256)
 def dense_map(problem: TileProblem) -> DenseMap:
     """Returns the map of dense tiles. Place ``p`` along an axis is pixel ``p`` plus the smallest shift. The last places
     of a row are shared with the first of the next row where both are outside of the input."""

@@ -130,12 +130,12 @@ def _depths(problem: TileProblem, tile: Tile, least: int = 2) -> Iterator[Depths
         if words > max(8, problem.words):
             continue
         for own in (True, False) if supports_tma_weights(problem) else (False,):
-            of_chunk = tile._replace(chunk_words=words, tma_weights=own, whole_lines=own)
-            yield Depths(_staged, (of_chunk, fewest, one_weight))
+            yield Depths(_staged, (tile, words, own, fewest, one_weight))
 
 
-def _staged(tile: Tile, fewest: int, one_weight: bool) -> Iterator[Tile]:
+def _staged(tile: Tile, words: int, own: bool, fewest: int, one_weight: bool) -> Iterator[Tile]:
     """Yields the tile with each number of stages. Weights that stay in shared memory gain less than one more stage."""
+    tile = tile._replace(chunk_words=words, tma_weights=own, whole_lines=own)
     for stages in range(MAX_STAGES, fewest - 1, -1):
         if one_weight:
             yield tile._replace(stages=stages, resident_weights=True)
