@@ -66,17 +66,16 @@ class Schedule:
 
     def suits(self, seen: TileProblem) -> bool:
         """Whether the kernel is right for a size, as it sees this."""
-        image = seen.inputs * seen.item // seen.geometry.batch
         if seen.nhwc_copy and seen.inputs * seen.item > MAX_COPY_BYTES:
             return False
         if self.tile.splits > 1 and 2 * 4 * seen.outputs > WORKSPACE_LIMIT_BYTES:
             return False
-        return (not seen.aligned or can_be_aligned(seen)) and self._suits_map(seen, image)
+        return (not seen.aligned or can_be_aligned(seen)) and self._suits_map(seen)
 
-    def _suits_map(self, seen: TileProblem, image_bytes: int) -> bool:
+    def _suits_map(self, seen: TileProblem) -> bool:
         tile, width = self.tile, seen.geometry.width
         if not seen.flat:
-            if tile.images > 2 and image_bytes > MANY_IMAGES_BYTES:
+            if tile.images > 2 and seen.inputs * seen.item > MANY_IMAGES_BYTES * seen.geometry.batch:
                 return False
             return not (tile.wgmma and tile.cols < 8) or seen.positions[1] <= tile.cols
         pixels = seen.geometry.height * width
@@ -95,32 +94,42 @@ def _of_geometry(problem: TileProblem, geometry: Geometry) -> TileProblem:
 
 
 class Timer:
-    """The expected clocks of a kernel of a layer. What sizes have in common is computed once."""
+    """Times a kernel of a layer: what sizes have in common is computed once.
+
+    Attributes:
+        tile_for: returns the expected clocks of a size that the kernel is right for, as it sees this, and the tile with
+            the shape and the splits that suit the size.
+    """
 
     def __init__(self, schedule: Schedule, device: Device) -> None:
-        self.schedule, self._multiprocessors = schedule, device.multiprocessors
-        tile = schedule.tile
-        if tile.shaped_pixels:
-            self._whole = best_shape(schedule.problem, tile, self._multiprocessors)
+        self.schedule, tile = schedule, schedule.tile
+        if tile.splits > 1:
+            self.tile_for = _split(schedule, device.multiprocessors)
+        elif tile.shaped_pixels:
+            self.tile_for = best_shape(schedule.problem, tile, device.multiprocessors)
         else:
-            clocks_of = clocks_of_tile(schedule.problem, tile, self._multiprocessors)
-            self._whole = lambda seen: (clocks_of(seen), tile)
-        self._of_splits: dict[Tile, Callable[[TileProblem], float]] = {}
-
-    def tile_for(self, seen: TileProblem) -> tuple[float, Tile]:
-        """Returns the expected clocks of a size that the kernel is right for, and the tile with the shape and the
-        splits that suit the size."""
-        if self.schedule.tile.splits == 1:
-            return self._whole(seen)
-        _, tile = self._whole(seen)
-        split = tile._replace(splits=max(2, split_k(seen, tile, self._multiprocessors)))
-        if split not in self._of_splits:
-            self._of_splits[split] = clocks_of_tile(seen, split, self._multiprocessors)
-        return self._of_splits[split](seen), split
+            clocks_of = clocks_of_tile(schedule.problem, tile, device.multiprocessors)
+            self.tile_for = lambda seen: (clocks_of(seen), tile)
 
     def clocks(self, seen: TileProblem) -> float:
         """Returns the expected clocks of a size; infinitely many if the kernel is not right for it."""
         return self.tile_for(seen)[0] if self.schedule.suits(seen) else math.inf
+
+
+def _split(schedule: Schedule, multiprocessors: int) -> Callable[[TileProblem], tuple[float, Tile]]:
+    """Returns ``Timer.tile_for`` of a kernel whose sums are split."""
+    layer, tile = schedule.problem, schedule.tile
+    in_best_shape = best_shape(layer, tile, multiprocessors) if tile.shaped_pixels else None
+    of_tiles: dict[Tile, Callable[[TileProblem], float]] = {}
+
+    def tile_for(seen: TileProblem) -> tuple[float, Tile]:
+        whole = tile if in_best_shape is None else in_best_shape(seen)[1]
+        found = whole._replace(splits=max(2, split_k(seen, whole, multiprocessors)))
+        if found not in of_tiles:
+            of_tiles[found] = clocks_of_tile(layer, found, multiprocessors)
+        return of_tiles[found](seen), found
+
+    return tile_for
 
 
 def pool(sizes: Sequence[TileProblem], device: Device) -> Iterator[tuple[Schedule, list[float]]]:

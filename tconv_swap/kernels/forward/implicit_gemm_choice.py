@@ -50,10 +50,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
             if fitting is None:
                 continue
             later = staggered(posed, fitting, multiprocessors)
-            tile = later if later is fitting or fits_device(posed, later, device) else fitting
-            if (posed, tile) not in found:
-                found.add((posed, tile))
-                yield posed, tile
+            yield posed, later if later is fitting or fits_device(posed, later, device) else fitting
 
 
 def _of_one_block(depths: Depths) -> Iterator[Tile]:

@@ -115,13 +115,11 @@ def expected_clocks(problem: TileProblem, tile: Tile, multiprocessors: int) -> f
     return clocks_of_tile(problem, tile, multiprocessors)(problem)
 
 
-def clocks_of_tile(
-    layer: TileProblem, tile: Tile, multiprocessors: int
-) -> Callable[[TileProblem], float]:
+def clocks_of_tile(layer: TileProblem, tile: Tile, multiprocessors: int) -> Callable[[TileProblem], float]:
     """Returns the same as a function of sizes of ``layer``, which is of any size: what their clocks have in common is
     computed once."""
-    blocks, resident = blocks_of_map_tile(layer, tile), multiprocessors * tile.blocks_per_multiprocessor
-    lone_block = LONE_BLOCK if tile.blocks_per_multiprocessor > 1 else 0.0
+    blocks, sharing = blocks_of_map_tile(layer, tile), tile.blocks_per_multiprocessor
+    resident, lone_block = multiprocessors * sharing, LONE_BLOCK if sharing > 1 else 0.0
     in_segments = layer.output_channels_last or tile.by_rows
     readers = ceil_div(layer.geometry.out_channels_per_group, layer.block_channels(tile))
     reread = REREAD_BYTE_CLOCKS * (readers * len(layer.group_taps) - 1)
@@ -131,13 +129,13 @@ def clocks_of_tile(
     def clocks_of(problem: TileProblem) -> float:
         # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
         rounds, rest = divmod(map_tiles(problem, tile) * blocks, resident)
-        rounds = rounds * tile.blocks_per_multiprocessor - -rest // multiprocessors
+        rounds = rounds * sharing - -rest // multiprocessors
         lone = lone_block if 0 < rest <= multiprocessors else 0.0
         kind = _kind_of(problem, tile)
         if kind not in of_kinds:
             of_kinds[kind] = _tile_clocks(problem, tile)
         clocks = LAUNCH_CLOCKS + (rounds + lone) * of_kinds[kind] + BYTE_CLOCKS * problem.moved_bytes
-        if not in_segments and problem.geometry.out_width * problem.item % SECTOR_BYTES:
+        if not in_segments and problem.out_width * problem.item % SECTOR_BYTES:
             clocks += _ragged_byte_clocks(problem, tile) * problem.outputs * problem.item
         if not tile.tma:
             clocks += reread * problem.inputs * problem.item
@@ -158,7 +156,7 @@ def _kind_of(problem: TileProblem, tile: Tile) -> _Kind:
     pitch = dense_map(problem).cols if tile.dense else 0
     if not tile.wgmma or (tile.tma and problem.output_channels_last):
         return False, 0, pitch
-    multiple = 0 if problem.output_channels_last else gcd(problem.geometry.out_width, 16 // problem.item)
+    multiple = 0 if problem.output_channels_last else gcd(problem.out_width, 16 // problem.item)
     return _is_far(problem), multiple, pitch
 
 
@@ -298,10 +296,10 @@ def _outputs_of_store(problem: TileProblem, tile: Tile) -> int:
     phase_cols, stride = problem.phases[1], problem.geometry.stride[1]
     most = 16 // (4 if tile.splits > 1 else problem.item)
     if tile.by_rows:
-        return most if problem.geometry.out_width % most == 0 else gcd(problem.out_row_multiple, most)
+        return most if problem.out_width % most == 0 else gcd(problem.out_row_multiple, most)
     # The outputs of a warp's row, or of a position that has not all of its phases here.
     of_row = min(8, tile.cols) * phase_cols if phase_cols == stride else gcd(stride, phase_cols)
     if tile.wgmma:
         of_row = gcd(of_row, most)
-        return of_row if problem.geometry.out_width % of_row == 0 else gcd(problem.out_row_multiple, of_row)
+        return of_row if problem.out_width % of_row == 0 else gcd(problem.out_row_multiple, of_row)
     return gcd(problem.out_row_multiple, 2 * phase_cols if phase_cols == stride else of_row, most)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.dense_map import DenseMap
 from tconv_swap.kernels.common.one_pixel import has_stride_of_one_pixel
+from tconv_swap.kernels.forward.hashed_once import HashedOnce
 from tconv_swap.kernels.forward.implicit_gemm_axis import axis_taps, shift_bounds
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.runtime.integers import ceil_div
@@ -129,7 +130,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)  # without slots, because properties that many tiles read are computed once
-class TileProblem:
+class TileProblem(HashedOnce):
     """A transposed convolution as the kernel sees it. The stride in ``geometry`` may differ from the caller's where the
     input has one pixel: the result does not depend on it, and with stride = kernel each tap is a phase."""
 
@@ -158,16 +159,7 @@ class TileProblem:
     #: then have other kernels.
     one_pixel: bool = False
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What is computed once stays here: hashes differ from process to process.
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    __hash__ = HashedOnce.__hash__
 
     @cached_property
     def item(self) -> int:
@@ -189,10 +181,14 @@ class TileProblem:
         return g.batch * g.in_channels * g.height * g.width
 
     @cached_property
+    def out_width(self) -> int:
+        return self.geometry.out_width
+
+    @cached_property
     def outputs(self) -> int:
         """The elements of the output."""
         g = self.geometry
-        return g.batch * g.out_channels * g.out_height * g.out_width
+        return g.batch * g.out_channels * g.out_height * self.out_width
 
     @cached_property
     def moved_bytes(self) -> int:

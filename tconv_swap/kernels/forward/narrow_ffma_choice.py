@@ -314,9 +314,15 @@ def _load(
     """Returns the elements of one load: as many as the alignment of the tensor and of the tile with this chunk allow,
     up to 16 bytes."""
     if channels_last:
-        sizes = (geometry.in_channels, geometry.in_channels_per_group * tile.block_groups, tile.block_groups * chunk)
+        sizes = (
+            geometry.in_channels,
+            geometry.in_channels_per_group * tile.block_groups,
+            tile.block_groups * chunk,
+        )
         most = 16 // element_bytes
         if tile.block_groups == 1 and tile.partial:
-            most = min(most, max(2, tile.partial))  # channels that are loaded together belong to one partial sum
+            most = min(
+                most, max(2, tile.partial)
+            )  # channels that are loaded together belong to one partial sum
         return gcd(most, *sizes)
     return gcd(16 // element_bytes, row_multiple, tile.lanes_w * tile.thread_columns)

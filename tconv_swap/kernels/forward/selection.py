@@ -65,9 +65,7 @@ class Family(Protocol):
     def of_size(self, problem: Problem, device: Device) -> Sequence[Any]:
         """Returns the tiles that suit this size, also those that its layer does not have."""
 
-    def clocks(
-        self, sizes: Sequence[Problem], tiles: Sequence[Any], device: Device
-    ) -> Iterator[list[float]]:
+    def clocks(self, sizes: Sequence[Problem], tiles: Sequence[Any], device: Device) -> Iterator[list[float]]:
         """Yields the expected clocks of each size of a layer with each tile; infinitely many if the tile's kernel does
         not compute it."""
 
