@@ -33,10 +33,9 @@ STAGES_OF_ONE_BLOCK = (6, 5, 4, 3)
 
 
 def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Yields the tiles that suit this size, with the problem as their kernels see it. Of tiles that leave
-    multiprocessors idle there are further ones: with a sum over channels that is split, and with more stages for blocks
-    that have a multiprocessor to themselves."""
-    found: set[tuple[TileProblem, Tile]] = set()
+    """Yields the tiles that suit this size, some several times, with the problem as their kernels see it. Of tiles that
+    leave multiprocessors idle there are further ones: with a sum over channels that is split, and with more stages for
+    blocks that have a multiprocessor to themselves."""
     for posed, depths in _kinds(problem, device):
         layer, multiprocessors = of_any_size(posed), device.multiprocessors
         whole = _first_that_fits(layer, depths, 1, device)

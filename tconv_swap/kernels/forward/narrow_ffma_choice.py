@@ -277,7 +277,7 @@ def _staged(
     row_multiple: int,
 ) -> Iterator[tuple[Tile, Footprint]]:
     """Yields the tile with at most two of the largest chunks that fit, and the widest loads."""
-    channels = geometry.in_channels_per_group
+    channels, of_layer = geometry.in_channels_per_group, axes(geometry)
     block = threads(geometry, shape)
     if block > MAX_THREADS:
         return
@@ -292,7 +292,7 @@ def _staged(
     for chunk in sorted(chunks, reverse=True):
         load = _load(geometry, shape, chunk, channels_last, element_bytes, row_multiple)
         tile = shape._replace(chunk=chunk, load=load)
-        if unrolled(geometry, tile, channels_last) > UNROLLED_MULTIPLY_ADDS:
+        if unrolled(of_layer, tile, channels_last) > UNROLLED_MULTIPLY_ADDS:
             continue
         of_thread = share(geometry, tile, channels_last)
         if of_thread.loads > max_loads or of_thread.registers > min(MAX_REGISTERS, REGISTERS // block):

@@ -84,6 +84,7 @@ def microseconds_of_size(
         loaded = tiles * _input_bytes(of_layer, chunks, tile, taken, channels_last, element_bytes)
         fixed = of_memory + loaded / L2_BYTES_PER_MICROSECOND
         row_bytes = tile.lanes_w * tile.thread_columns * geometry.stride[1] * element_bytes
+        of_sectors, of_stores, of_chunks = warps * sectors, warps * stores, STEP_CYCLES * chunks
         scattered = FAR_SHORT_ROWS if may_be_scattered and row_bytes <= LINE_BYTES else 1.0
 
         def expected(repeat: int) -> float:
@@ -95,11 +96,11 @@ def microseconds_of_size(
                 uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
             waiting = 8 / (min(fit, blocks / multiprocessors) * warps)
             per_tile = (reads + multiply_adds * (MULTIPLY_ADD[0] + MULTIPLY_ADD[1] * waiting)) * uneven
-            per_tile += warps * sectors * (SECTOR[0] + SECTOR[1] * waiting) + warps * stores * (
+            per_tile += of_sectors * (SECTOR[0] + SECTOR[1] * waiting) + of_stores * (
                 STORE[0] + STORE[1] * waiting
             )
             cycles = blocks * (repeat * per_tile + once * uneven) / multiprocessors
-            cycles += STEP_CYCLES * chunks * repeat * max(1.0, rounds)
+            cycles += of_chunks * repeat * max(1.0, rounds)
             return scattered * (fixed + cycles / CYCLES_PER_MICROSECOND)
 
         repeats = [r for r in REPEATS if r == 1 or (r <= down and tiles >= r * multiprocessors)]

@@ -283,9 +283,9 @@ def _registers(of_layer: Axes, tile: Tile, channels_last: bool, loads: int) -> i
     )
 
 
-def unrolled(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+def unrolled(of_layer: Axes, tile: Tile, channels_last: bool) -> int:
     """Returns the multiply-adds of the kernel's unrolled innermost loop."""
-    vertical, horizontal = axes(geometry)
+    vertical, horizontal = of_layer
     taps_h = vertical.kernel if tile.phases_h == vertical.stride else vertical.taps
     taps_w = horizontal.kernel if tile.phases_w == horizontal.stride else horizontal.taps
     pixels = tile.thread_rows * tile.thread_columns

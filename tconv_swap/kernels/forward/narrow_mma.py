@@ -85,8 +85,8 @@ def lower(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Part:
     """
     geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
     p = product(geometry, tile.stacked, tile.columns_fastest)
-    packed = packed_bytes(geometry, tile)
-    shared = shared_bytes(geometry, tile, item, channels_last)
+    packed = packed_bytes(geometry, p, tile.parts)
+    shared = shared_bytes(geometry, p, tile, item, channels_last)
     common: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "long long"),

@@ -128,23 +128,24 @@ def _of_layer(
 ) -> tuple[Tile, ...]:
     """Returns the same for maps of any size, also tiles that are larger than a map."""
     geometry, item, channels_last = layer.geometry, layer.dtype.itemsize, layer.channels_last
-    m_tiles, parts = product(geometry, stacked, columns_fastest).m_tiles, parts_of(layer)
+    p, parts = product(geometry, stacked, columns_fastest), parts_of(layer)
+    packed = packed_bytes(geometry, p, parts)
     found = []
     # Of tiles of equal cost the first one is chosen: that with longer lines in memory.
     for (rows, cols), tile_w, units_down in itertools.product(UNITS, (128, 64, 32, 16, 8), (1, 2, 4)):
         if tile_w % (8 * cols):
             continue
-        units = geometry.groups * m_tiles * units_down * (tile_w // 8 // cols)
+        units = geometry.groups * p.m_tiles * units_down * (tile_w // 8 // cols)
         for warps in (4, 8):
             # Where outputs are stored from registers, many warps that share weights are faster (measured).
             if units < warps > 4 or (direct and warps < 8 <= units):
                 continue
             shape = (stacked, columns_fastest, units_down * rows, tile_w, rows, cols, warps)
             tile = Tile(*shape, False, parts, direct, 1, *multiples)
-            needed = registers(geometry, tile, item, channels_last)
+            needed = registers(geometry, p, tile, item, channels_last)
             if needed > MAX_REGISTERS:
                 continue
-            shared, packed = shared_bytes(geometry, tile, item, channels_last), packed_bytes(geometry, tile)
+            shared = shared_bytes(geometry, p, tile, item, channels_last)
             for resident in (True, False) if packed <= MAX_RESIDENT_BYTES else (False,):
                 blocks = _blocks(shared + packed * resident, needed, warps, device)
                 if blocks:

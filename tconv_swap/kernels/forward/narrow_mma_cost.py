@@ -133,7 +133,7 @@ def microseconds_of_tile(
     window = tile.unit_rows + (p.v - 1) * p.v_step
     products = PRODUCTS[tile.parts]
 
-    in_shared = halo(layer, tile, item, channels_last)[2]
+    in_shared = halo(layer, p, tile, item, channels_last)[2]
     copy_bytes = item * copy_elements(layer, tile, item, channels_last)
     of_copy = rates.copy + (rates.waited if copy_bytes == 2 else 0.0)
     of_weight = rates.fragment if tile.resident else rates.weight
@@ -144,7 +144,7 @@ def microseconds_of_tile(
     tile_columns = tile.tile_w * horizontal.stride
     whole_sectors = tile_columns * pixel * item % 32 == 0
     of_store = store_elements(layer, tile, item, channels_last)
-    packing = p.passes * packed_bytes(layer, tile) * rates.packed
+    packing = p.passes * packed_bytes(layer, p, tile.parts) * rates.packed
     may_be_far = item == 2 and not channels_last
 
     def microseconds(size: Size) -> float:

@@ -101,10 +101,9 @@ def _product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Produc
     )
 
 
-def packed_bytes(geometry: Geometry, tile: Tile) -> int:
+def packed_bytes(geometry: Geometry, p: Product, parts: int) -> int:
     """Returns the bytes of the packed weights of one pass."""
-    p = product(geometry, tile.stacked, tile.columns_fastest)
-    return geometry.groups * p.m_tiles * p.pairs * p.v * tile.parts * FRAGMENT_BYTES
+    return geometry.groups * p.m_tiles * p.pairs * p.v * parts * FRAGMENT_BYTES
 
 
 def _aligned_to(start: int, modulus: int, rest: int) -> int:
@@ -119,9 +118,8 @@ def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool
     )
 
 
-def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
+def halo(geometry: Geometry, p: Product, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
     """Returns (rows, columns, bytes in shared memory) of the input that a tile reads."""
-    p = product(geometry, tile.stacked, tile.columns_fastest)
     _, horizontal = axes(geometry)
     words = geometry.groups * p.group_halves * HALF_CHANNELS * item // 4
     rows = tile.tile_h + (p.v - 1) * p.v_step
@@ -136,11 +134,10 @@ def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tupl
     return rows, columns, in_shared * 4
 
 
-def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+def registers(geometry: Geometry, p: Product, tile: Tile, item: int, channels_last: bool) -> int:
     """Estimates the registers that a thread needs so that nothing spills: fitted to the compiler's reports, and
     never too few for any of them."""
-    p = product(geometry, tile.stacked, tile.columns_fastest)
-    rows, columns, _ = halo(geometry, tile, item, channels_last)
+    rows, columns, _ = halo(geometry, p, tile, item, channels_last)
     elements = geometry.groups * p.group_halves * HALF_CHANNELS if channels_last else rows
     copies = elements * columns // copy_elements(geometry, tile, item, channels_last)
     slots = ceil_div(copies, 32 * tile.warps)
@@ -186,14 +183,15 @@ def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_
     )
 
 
-def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+def shared_bytes(geometry: Geometry, p: Product, tile: Tile, item: int, channels_last: bool) -> int:
     """Returns the bytes of shared memory of a block, as csrc/kernels/forward/narrow_mma.cu lays it out."""
-    weights = packed_bytes(geometry, tile) if tile.resident else 0
+    weights = packed_bytes(geometry, p, tile.parts) if tile.resident else 0
+    _, _, in_shared = halo(geometry, p, tile, item, channels_last)
     if tile.direct:
-        return halo(geometry, tile, item, channels_last)[2] + weights
+        return in_shared + weights
     elements, padded = _position_elements(geometry, item, channels_last)
     line = round_up(tile.tile_w * (elements * item + 16 * padded), 16)
     staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)
     if not channels_last:
         staged = _aligned_to(staged // 4, 32, 4) * 4 * geometry.out_channels
-    return halo(geometry, tile, item, channels_last)[2] + weights + staged
+    return in_shared + weights + staged

@@ -76,7 +76,8 @@ def _as_they_lie(kernels: Kernels, problem: Problem, has_bias: bool, device: Dev
     """Returns the parts of ``FAMILIES``, the best of each first."""
     found = []
     for name, family in FAMILIES.items():
-        tiles = getattr(kernels, name)
+        if not (tiles := getattr(kernels, name)):
+            continue
         parts = [
             Ranked(clocks, partial(family.lower, problem, has_bias, tile, device))
             for (clocks,), tile in zip(family.clocks([problem], tiles, device), tiles, strict=True)

@@ -21,7 +21,7 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_candidates as forward_candidates
 from tconv_swap.kernels.forward import plan as forward_plan
 from tconv_swap.kernels.forward import selection as forward_selection
-from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule
+from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule, Timer
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_clocks import expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_fit import fits_device
@@ -58,7 +58,8 @@ def sized(problem: TileProblem, batch: int, height: int, width: int) -> TileProb
 
 
 def clocks(one: Schedule, problem: TileProblem, device: plan.Device = H200) -> float:
-    return forward_candidates.clocks(one, problem, device)
+    seen = one.sees(problem)
+    return math.inf if seen is None else Timer(one, device).clocks(seen)
 
 
 # ---- how many, and one for every size ---------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def test_every_tile_of_a_size_fits_the_device(seed: int, device: plan.Device) ->
             assert device == H200 or not tile.wgmma
         for size, one in itertools.product((problem, other), kernels_for(problem, device)):
             if size.one_pixel == problem.one_pixel and (seen := one.sees(size)) is not None:
-                tile = one.tile_for(seen, device)
+                _, tile = Timer(one, device).tile_for(seen)
                 assert fits_device(seen, tile, device)
                 assert of_any_shape(tile._replace(splits=min(tile.splits, 2))) == one.tile
                 made = forward_implicit_gemm.lower(seen, tile, device)
@@ -282,13 +283,14 @@ def test_few_tiles_of_many_channels_are_split(mode: Mode) -> None:
             assert tile.splits == 2
             assert fits_device(seen, tile, H200)
             one = Schedule(of_any_size(seen), of_any_shape(tile))
-            taken = one.tile_for(seen, H200)
+            timer = Timer(one, H200)
+            _, taken = timer.tile_for(seen)
             blocks, room = block_count(seen, taken), H200.multiprocessors * tile.blocks_per_multiprocessor
             assert 4 * block_count(seen, tile._replace(splits=1)) < 3 * H200.multiprocessors
             assert 2 <= taken.splits <= 8
             assert blocks <= room or taken.splits == 2
             assert taken.splits == 8 or 2 * blocks > room
-            assert one.tile_for(sized(seen, 64, 64, 64), H200).splits == 2
+            assert timer.tile_for(sized(seen, 64, 64, 64))[1].splits == 2
             found.setdefault(taken.splits, set()).add(tile.tma)
     assert found == {2: {True, False}, 4: {True, False}, 8: {True, False}}
     assert any(tile.splits > 1 for _, tile in choose(problem, H200, 64))
@@ -314,7 +316,7 @@ def test_the_best_kernels_of_a_size_come_first() -> None:
         assert expected[len(own) :] == sorted(expected[len(own) :])
         assert choose(problem, H200, 2) == found[:2]
         every = {
-            (seen, one.tile_for(seen, H200))
+            (seen, Timer(one, H200).tile_for(seen)[1])
             for one in kernels_for(problem, H200)
             if (seen := one.sees(problem))
         }

@@ -20,7 +20,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
-from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule
+from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule, Timer
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
@@ -141,7 +141,7 @@ def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
         for batch, side in ((4, 64), (256, 8), (164, 10), (5, 56), (2, 100)):
             of_size = replace(posed, geometry=replace(layer, batch=batch, height=side, width=side))
             seen = schedule.sees(of_size) or pytest.fail(f"{of_size} is not computed")
-            found = schedule.tile_for(seen, H200)
+            _, found = Timer(schedule, H200).tile_for(seen)
             kernels.add(forward_implicit_gemm.lower(seen, found, H200).launches[1].kernel)
             if side in (8, 10):
                 assert found.dense == (side == 10 or tile.warp_rows > 8)
@@ -208,5 +208,7 @@ def test_of_parts_that_are_nearly_as_fast_that_with_the_fewest_tiles_is_taken(
         ((1000, 1010, 1060, 990), dense),
     ):
         of_shape = dict(zip((wide, high, of_images, dense), clocks, strict=True))
-        monkeypatch.setattr(forward_shape, "expected_clocks", lambda _, one, __, found=of_shape: found[one])
-        assert forward_shape.best_shape(problem, tile, 132) == best
+        monkeypatch.setattr(
+            forward_shape, "clocks_of_tile", lambda _, one, __, found=of_shape: lambda _: found[one]
+        )
+        assert forward_shape.best_shape(problem, tile, 132)(problem) == (of_shape[best], best)

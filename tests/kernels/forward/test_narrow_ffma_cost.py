@@ -11,6 +11,7 @@ from size_cases import H200
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.forward import narrow_ffma, narrow_ffma_cost
 from tconv_swap.kernels.forward.narrow_ffma_choice import expected_time
+from tconv_swap.kernels.forward.narrow_ffma_tile import footprint
 from tconv_swap.kernels.plan import Problem
 
 
@@ -29,7 +30,9 @@ def test_short_rows_of_outputs_take_longer_in_nchw_beyond_the_l2(monkeypatch: py
             "channels_last": (far, True, short),
         }
         return {
-            name: expected_time(Problem(size, torch.float32, "ieee", last, last), one, H200)
+            name: expected_time(Problem(size, torch.float32, "ieee", last, last), H200)(
+                one, footprint(size, one, last)
+            )[0]
             for name, (size, last, one) in cases.items()
         }
 

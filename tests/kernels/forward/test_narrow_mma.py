@@ -106,7 +106,8 @@ def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: boo
         tiles = list(forward_narrow_mma_choice.of_size(posed, H200))
         assert tiles or dtype == torch.float32
         for tile in tiles:
-            shared = shared_bytes(geometry, tile, dtype.itemsize, channels_last)
+            p = product(geometry, tile.stacked, tile.columns_fastest)
+            shared = shared_bytes(geometry, p, tile, dtype.itemsize, channels_last)
             assert tile.blocks_per_multiprocessor * (shared + 1024) <= 228 << 10
             assert shared <= H200.shared_memory_per_block
 

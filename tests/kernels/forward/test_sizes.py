@@ -140,11 +140,11 @@ def plans_of(name: str) -> Candidates:
 
     def found(problem: plan.Problem, bias: bool, device: plan.Device) -> list[Plan]:
         sizes, _ = representatives(of_any_size_as_posed(posed(problem, bias)))
-        tiles = family.candidates([as_problem(size) for size in sizes], device)
+        tiles = family.candidates([as_problem(size) for size in sizes], device)[:8]
         return [
             _as_plan(family.lower(problem, bias, tile, device), problem)
-            for tile in tiles[:8]
-            if family.clocks(problem, tile, device) < math.inf
+            for tile, (clocks,) in zip(tiles, family.clocks([problem], tiles, device), strict=True)
+            if clocks < math.inf
         ]
 
     return found
