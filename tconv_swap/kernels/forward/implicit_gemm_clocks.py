@@ -124,14 +124,15 @@ def clocks_of_tile(layer: TileProblem, tile: Tile, multiprocessors: int) -> Call
     readers = ceil_div(layer.geometry.out_channels_per_group, layer.block_channels(tile))
     reread = REREAD_BYTE_CLOCKS * (readers * len(layer.group_taps) - 1)
     packing = PACKED_BYTE_CLOCKS * 2 * _weight_bytes(layer)
-    of_kinds: dict[_Kind, float] = {}
+    are_alike = not tile.dense and (not tile.wgmma or (tile.tma and layer.output_channels_last))
+    of_kinds: dict[_Kind | None, float] = {}
 
     def clocks_of(problem: TileProblem) -> float:
         # Blocks of a multiprocessor share it, so they take as long as if one followed the other.
         rounds, rest = divmod(map_tiles(problem, tile) * blocks, resident)
         rounds = rounds * sharing - -rest // multiprocessors
         lone = lone_block if 0 < rest <= multiprocessors else 0.0
-        kind = _kind_of(problem, tile)
+        kind = None if are_alike else _kind_of(problem, tile)
         if kind not in of_kinds:
             of_kinds[kind] = _tile_clocks(problem, tile)
         clocks = LAUNCH_CLOCKS + (rounds + lone) * of_kinds[kind] + BYTE_CLOCKS * problem.moved_bytes
@@ -152,12 +153,9 @@ def clocks_of_tile(layer: TileProblem, tile: Tile, multiprocessors: int) -> Call
 
 
 def _kind_of(problem: TileProblem, tile: Tile) -> _Kind:
-    """Returns the kind of a size; the same where no size differs."""
-    pitch = dense_map(problem).cols if tile.dense else 0
-    if not tile.wgmma or (tile.tma and problem.output_channels_last):
-        return False, 0, pitch
+    """Returns the kind of a size."""
     multiple = 0 if problem.output_channels_last else gcd(problem.out_width, 16 // problem.item)
-    return _is_far(problem), multiple, pitch
+    return _is_far(problem), multiple, dense_map(problem).cols if tile.dense else 0
 
 
 def _ragged_byte_clocks(problem: TileProblem, tile: Tile) -> float:

@@ -96,16 +96,17 @@ def best_shape(
     expected to be the fastest, after its expected clocks. Of parts of the map that are nearly as fast it is the one
     with the fewest tiles."""
     of_shapes = [(clocks_of_tile(layer, one, multiprocessors), one) for one in shapes(layer, tile)]
+    of_parts = [(clocks_of, one) for clocks_of, one in of_shapes if not one.dense]
+    of_dense = [(clocks_of, one) for clocks_of, one in of_shapes if one.dense]
 
     def best_of(problem: TileProblem) -> tuple[float, Tile]:
-        timed = [(clocks_of(problem), one) for clocks_of, one in of_shapes if legal(problem, one)]
-        parts = [(clocks, one) for clocks, one in timed if not one.dense]
-        limit = NEARLY * min(clocks for clocks, _ in parts)
-        best = min(
-            ((clocks, one) for clocks, one in parts if clocks <= limit),
-            key=lambda part: (block_count(problem, part[1]), part[0]),
-        )
-        return min((best, *(dense for dense in timed if dense[1].dense)), key=itemgetter(0))
+        parts = [(clocks_of(problem), one) for clocks_of, one in of_parts]
+        limit = NEARLY * min(parts, key=itemgetter(0))[0]
+        near = [part for part in parts if part[0] <= limit]
+        if len(near) > 1:
+            near.sort(key=lambda part: (block_count(problem, part[1]), part[0]))
+        dense = ((clocks_of(problem), one) for clocks_of, one in of_dense if legal(problem, one))
+        return min((near[0], *dense), key=itemgetter(0))
 
     return best_of
 

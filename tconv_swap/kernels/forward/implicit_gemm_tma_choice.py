@@ -4,8 +4,8 @@ size (docs/kernels/forward/implicit_gemm_tma.md). Pure functions of data."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from tconv_swap.kernels.forward.implicit_gemm_fit import fit_rows, multiplied_fragments, tile_fragments
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
@@ -29,8 +29,7 @@ MAX_STAGES = 6
 TMA_PRODUCER_REGISTERS = 56
 
 
-@dataclass(frozen=True, slots=True)
-class Depths:
+class Depths(NamedTuple):
     """Makes a tile with each number of stages, the most first, when it is called. ``arguments`` are those of ``make``;
     equal ones make equal tiles."""
 
