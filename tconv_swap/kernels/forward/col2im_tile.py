@@ -104,21 +104,30 @@ def max_groups(problem: Problem, tile: Tile) -> int:
     return _max_groups_of_layer(replace(problem, geometry=of_any_size(problem.geometry)), tile)
 
 
-@lru_cache(maxsize=4096)
 def row_tiles(problem: Problem, tile: Tile, device: Device) -> int:
     """Returns the row tiles of an image, which balance the work of the blocks: those with the fewest steps of the
     busiest block, where all blocks are resident and a row tile also computes the rows that its first outputs need."""
-    geometry = problem.geometry
-    images = geometry.batch * column_tiles(problem, tile)[1]
+    images = problem.geometry.batch * column_tiles(problem, tile)[1]
     blocks = device.multiprocessors * tile.blocks_per_multiprocessor
-    rows = position_rows(geometry)
     found, fewest = 1, INT32_LIMIT
-    for count in range(1, max(1, min(MAX_ROW_TILES, rows // 4)) + 1):
-        in_tile = input_rows(geometry, count)
-        steps = ceil_div(images * count, blocks) * max(1, ceil_div(in_tile, tile.step_rows))
+    rows = _rows_of_row_tiles(problem.geometry)
+    least = max(1, ceil_div(rows[-1], tile.step_rows))
+    for count, in_tile in enumerate(rows, 1):
+        rounds = -(-images * count // blocks)
+        # Of more row tiles none has fewer rows than the last, nor fewer rounds.
+        if rounds * least >= fewest:
+            break
+        steps = rounds * max(1, -(-in_tile // tile.step_rows))
         if steps < fewest:
             found, fewest = count, steps
     return found
+
+
+@lru_cache(maxsize=256)
+def _rows_of_row_tiles(geometry: Geometry) -> tuple[int, ...]:
+    """Returns ``input_rows`` of each number of row tiles that an image may have."""
+    most = max(1, min(MAX_ROW_TILES, position_rows(geometry) // 4))
+    return tuple(input_rows(geometry, count) for count in range(1, most + 1))
 
 
 def input_rows(geometry: Geometry, row_tiles: int) -> int:
