@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from tconv_swap.kernels.forward.col2im_tile import WARP_PIXELS, Tile, column_tiles, fits
+from tconv_swap.kernels.forward.col2im_tile import (
+    WARP_PIXELS,
+    Tile,
+    column_tiles,
+    fits,
+    fits_device,
+    layer_of,
+)
 from tconv_swap.kernels.problem import Device, Problem
 
 
 def of_size(problem: Problem, device: Device) -> list[Tile]:
     """Returns the tiles that are worth comparing; none where none fits."""
     tiles: dict[Tile, None] = {}
-    panels = _panels(problem)
+    # Each panel fits the columns of this size.
+    panels, layer = _panels(problem), layer_of(problem)
     for pixels, blocks in ((64, 4), (64, 3), (128, 2), (64, 2), (128, 1), (64, 1)):
         for (panel_pixels, step_panels), buffers, stages in product(panels, (2, 1), (4, 3, 2)):
             columns = panel_pixels * step_panels
-            tile = Tile(panel_pixels, step_panels, max(1, pixels // columns), buffers, stages, blocks)
-            if columns <= pixels and fits(problem, tile, device):
+            if columns > pixels:
+                continue
+            tile = Tile(panel_pixels, step_panels, pixels // columns, buffers, stages, blocks)
+            if fits_device(layer, tile, device):
                 tiles[tile] = None
     return list(tiles)
 

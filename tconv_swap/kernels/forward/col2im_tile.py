@@ -101,7 +101,7 @@ def _max_groups_of_layer(layer: Problem, tile: Tile) -> int:
 
 def max_groups(problem: Problem, tile: Tile) -> int:
     """Returns the most groups of neighbouring outputs in a column tile, over all sizes of the layer."""
-    return _max_groups_of_layer(replace(problem, geometry=of_any_size(problem.geometry)), tile)
+    return _max_groups_of_layer(layer_of(problem), tile)
 
 
 def row_tiles(problem: Problem, tile: Tile, device: Device) -> int:
@@ -190,10 +190,21 @@ def partial_sums(problem: Problem, tile: Tile) -> int:
 
 def fits(problem: Problem, tile: Tile, device: Device) -> bool:
     """Whether the kernel computes the problem with this tile, and the device has room for its blocks."""
-    if column_tiles(problem, tile)[1] == 0 or tile.warps % 4 or not 4 <= tile.warps <= 16:
+    return column_tiles(problem, tile)[1] > 0 and fits_device(layer_of(problem), tile, device)
+
+
+def layer_of(problem: Problem) -> Problem:
+    """Returns a problem that is the same for all sizes of a layer."""
+    return replace(problem, geometry=of_any_size(problem.geometry))
+
+
+@lru_cache(maxsize=4096)
+def fits_device(layer: Problem, tile: Tile, device: Device) -> bool:
+    """Whether the device has room for the tile's blocks, whatever the size of the layer."""
+    if tile.warps % 4 or not 4 <= tile.warps <= 16:
         return False
     blocks = tile.blocks_per_multiprocessor
-    if blocks * tile.warps * 32 * _registers(problem, tile) > REGISTERS:
+    if blocks * tile.warps * 32 * _registers(layer, tile) > REGISTERS:
         return False
-    shared = shared_bytes(problem, tile) + RESERVED_BYTES
+    shared = shared_bytes(layer, tile) + RESERVED_BYTES
     return blocks * shared <= device.shared_memory_per_block + RESERVED_BYTES

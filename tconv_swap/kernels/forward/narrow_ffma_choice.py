@@ -23,8 +23,9 @@ from tconv_swap.kernels.forward.narrow_ffma_tile import (
     axes,
     columns_of_tiles,
     footprint_of,
+    loading,
+    registers,
     row_tiles,
-    share,
     threads,
     unrolled,
 )
@@ -288,19 +289,23 @@ def _staged(
     chunks = (
         {channels} if shape.block_groups > 1 else {c for c in (1, 2, 4, 8, 16, channels) if c <= channels}
     )
+    most_registers = min(MAX_REGISTERS, REGISTERS // block)
     found = 0
     for chunk in sorted(chunks, reverse=True):
         load = _load(geometry, shape, chunk, channels_last, element_bytes, row_multiple)
         tile = shape._replace(chunk=chunk, load=load)
         if unrolled(of_layer, tile, channels_last) > UNROLLED_MULTIPLY_ADDS:
             continue
-        of_thread = share(geometry, tile, channels_last)
-        if of_thread.loads > max_loads or of_thread.registers > min(MAX_REGISTERS, REGISTERS // block):
+        loaded = loading(geometry, tile, channels_last)
+        if loaded.loads > max_loads:
             continue
-        taken = footprint_of(geometry, tile, channels_last, of_thread)
+        needed = registers(of_layer, tile, channels_last, loaded.loads)
+        if needed > most_registers:
+            continue
+        taken = footprint_of(geometry, tile, channels_last, loaded, needed)
         if taken.shared_bytes > shared_limit and chunk < channels:
             tile = tile._replace(resident=False)
-            taken = footprint_of(geometry, tile, channels_last, of_thread)
+            taken = footprint_of(geometry, tile, channels_last, loaded, needed)
         if taken.shared_bytes <= shared_limit:
             found += 1
             yield tile, taken

@@ -17,7 +17,7 @@ UNROLLED_MULTIPLY_ADDS = 3000
 MAX_THREADS = 384
 MIN_SUMS = 8
 MAX_SUMS = 96
-#: Registers that ``_registers`` adds to the compiler's average, so that no tile spills.
+#: Registers that ``registers`` adds to the compiler's average, so that no tile spills.
 REGISTER_MARGIN = 34
 
 
@@ -156,8 +156,8 @@ class SharedLayout(NamedTuple):
     weights: int
 
 
-class Share(NamedTuple):
-    """The share of a thread in the work of a block."""
+class Loading(NamedTuple):
+    """How a block loads the input."""
 
     #: The threads of a block.
     threads: int
@@ -165,41 +165,42 @@ class Share(NamedTuple):
     input_tile: tuple[int, int, int]
     #: With how many loads a thread loads its share of one chunk.
     loads: int
-    #: Of a thread (an estimate).
-    registers: int
 
 
 class Footprint(NamedTuple):
-    """What a block of a tile takes, whatever the size of the images. Its first fields are those of ``Share``."""
+    """What a block of a tile takes, whatever the size of the images. Its first fields are those of ``Loading``."""
 
     threads: int
     input_tile: tuple[int, int, int]
     loads: int
+    #: Of a thread (an estimate).
     registers: int
     layout: SharedLayout
     shared_bytes: int
 
 
-def share(geometry: Geometry, tile: Tile, channels_last: bool) -> Share:
-    """Returns the share of a thread."""
-    of_layer = axes(geometry)
-    count, held = threads(geometry, tile), _input_tile(of_layer, tile, channels_last)
+def loading(geometry: Geometry, tile: Tile, channels_last: bool) -> Loading:
+    """Returns how a block loads the input."""
+    count, held = threads(geometry, tile), _input_tile(axes(geometry), tile, channels_last)
     channels, rows, columns = held
-    loads = ceil_div(tile.block_images * channels * rows * columns // tile.load, count)
-    return Share(count, held, loads, _registers(of_layer, tile, channels_last, loads))
+    return Loading(count, held, ceil_div(tile.block_images * channels * rows * columns // tile.load, count))
 
 
 def footprint(geometry: Geometry, tile: Tile, channels_last: bool) -> Footprint:
     """Returns what a block takes."""
-    return footprint_of(geometry, tile, channels_last, share(geometry, tile, channels_last))
+    loaded = loading(geometry, tile, channels_last)
+    needed = registers(axes(geometry), tile, channels_last, loaded.loads)
+    return footprint_of(geometry, tile, channels_last, loaded, needed)
 
 
-def footprint_of(geometry: Geometry, tile: Tile, channels_last: bool, of_thread: Share) -> Footprint:
-    """Returns the same of a tile with this share of a thread."""
-    layout = _shared_layout(geometry, tile, channels_last, of_thread.input_tile)
+def footprint_of(
+    geometry: Geometry, tile: Tile, channels_last: bool, loaded: Loading, registers: int
+) -> Footprint:
+    """Returns the same of a tile whose loading and registers are known."""
+    layout = _shared_layout(geometry, tile, channels_last, loaded.input_tile)
     buffers = 2 if tile.async_ else 1
     shared = 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
-    return Footprint(*of_thread, layout, shared)
+    return Footprint(*loaded, registers, layout, shared)
 
 
 def _shared_layout(
@@ -270,7 +271,7 @@ def window(of_layer: Axes, tile: Tile) -> tuple[int, int]:
     return tile.thread_rows + down, min(once, columns * horizontal.kernel)
 
 
-def _registers(of_layer: Axes, tile: Tile, channels_last: bool, loads: int) -> int:
+def registers(of_layer: Axes, tile: Tile, channels_last: bool, loads: int) -> int:
     """Estimates the registers that a thread needs so that nothing spills: fitted to the compiler's reports, and
     never too few for any of them."""
     return int(
