@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -177,8 +177,7 @@ class TileProblem(HashedOnce):
     @cached_property
     def inputs(self) -> int:
         """The elements of the input."""
-        g = self.geometry
-        return g.batch * g.in_channels * g.height * g.width
+        return prod(self.geometry.input_shape)
 
     @cached_property
     def out_width(self) -> int:
@@ -187,8 +186,7 @@ class TileProblem(HashedOnce):
     @cached_property
     def outputs(self) -> int:
         """The elements of the output."""
-        g = self.geometry
-        return g.batch * g.out_channels * g.out_height * self.out_width
+        return prod(self.geometry.output_shape)
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -392,8 +390,7 @@ def map_tiles(problem: TileProblem, tile: Tile) -> int:
         return ceil_div(dense_map(problem).count(geometry.batch), tile.positions)
     if problem.flat:
         return ceil_div(geometry.batch * positions_h * positions_w, tile.cols)
-    across, down = -(-positions_w // tile.cols), -(-positions_h // tile.rows)
-    return -(-geometry.batch // tile.images) * down * across
+    return -(-geometry.batch // tile.images) * -(-positions_h // tile.rows) * -(-positions_w // tile.cols)
 
 
 def blocks_of_map_tile(problem: TileProblem, tile: Tile) -> int:
