@@ -4,6 +4,7 @@ of grad_weight/implicit_gemm_layout.cuh."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -256,8 +257,6 @@ def _misalignment(kernel: int, dilation: int, padding: int, taps: int, tap_step:
 
 def _of_fewest_registers(found: list[Window], threads: int) -> Window:
     """Returns the window whose copies need the fewest registers; of equals the first one."""
-    if len(found) == 1 or not found[0].through_registers:
-        return found[0]
     return min(found, key=lambda window: window.staged_registers(threads))
 
 
@@ -274,8 +273,8 @@ class Windows:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._input: dict[tuple[Any, ...], list[Window]] = {}
-        self._grad_output: dict[tuple[Any, ...], list[Window]] = {}
+        self._choices: dict[tuple[Any, ...], list[Window]] = {}
+        self._chosen: dict[tuple[int, tuple[Any, ...]], Window] = {}
 
     def of(
         self,
@@ -290,15 +289,19 @@ class Windows:
             block: input and output channels of a block.
             taps: of a block, and the steps between them.
         """
-        read = block[0], pixels, multiples[0]
-        into = self._input.get(read)
-        if into is None:
-            into = self._input[read] = _input_windows(self._problem, *read)
-        read_of_output = block[1], taps, pixels, multiples[1]
-        out = self._grad_output.get(read_of_output)
-        if out is None:
-            out = self._grad_output[read_of_output] = _grad_output_windows(self._problem, *read_of_output)
-        return _of_fewest_registers(into, threads), _of_fewest_registers(out, threads)
+        return (
+            self._window(_input_windows, threads, (block[0], pixels, multiples[0])),
+            self._window(_grad_output_windows, threads, (block[1], taps, pixels, multiples[1])),
+        )
+
+    def _window(self, choices: Callable[..., list[Window]], threads: int, read: tuple[Any, ...]) -> Window:
+        """Returns the best of the ``choices`` of windows for what is ``read``."""
+        chosen = self._chosen.get((threads, read))
+        if chosen is None:
+            if read not in self._choices:
+                self._choices[read] = choices(self._problem, *read)
+            chosen = self._chosen[threads, read] = _of_fewest_registers(self._choices[read], threads)
+        return chosen
 
 
 def tile_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
