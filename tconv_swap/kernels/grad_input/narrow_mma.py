@@ -49,7 +49,7 @@ from tconv_swap.kernels.gradients.narrow_mma_cost import (
     Multiplies,
     microseconds,
     tile_work,
-    work_of_size,
+    work_of,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
@@ -336,6 +336,9 @@ def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Devic
     channels = (
         min(16 * tile.m_tiles * tile.warps_m, geometry.in_channels_per_group) * grad_output.block_groups
     )
+    # Taps follow one another in memory, or in channels_last the output channels of a tap.
+    run = grad_output.chunk_co if layer.weight_channels_last else SECTOR_BYTES
+    of_weight = max(1.0, run * layer.dtype.itemsize / SECTOR_BYTES) / run
     found = []
     for problem in sizes:
         if not supports_tile(problem, tile):
@@ -345,7 +348,8 @@ def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Devic
         down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
         across = blocks_across(geometry, tile)
         blocks = across * ceil_div(down, _segment_tiles(down, across, device.multiprocessors * resident, 2))
-        work, warps = work_of_size(
+        weights = blocks * tile.chunks_here * channels * k_steps * 8
+        work, warps = work_of(
             problem,
             of_tile,
             device,
@@ -353,9 +357,9 @@ def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Devic
             blocks=blocks,
             resident=resident,
             chunks=tile.chunks_here,
-            weights=blocks * tile.chunks_here * channels * k_steps * 8,
+            weights=weights,
             partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
-            sectors=further_sectors(problem, tile),
+            sectors=weights * of_weight + further_sectors(problem, tile),
         )
         found.append(CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps))
     return found

@@ -47,7 +47,13 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     rounds_nothing,
     why,
 )
-from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_mma_cost import (
+    GRAD_WEIGHT,
+    Multiplies,
+    microseconds,
+    tile_work,
+    work_of,
+)
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -354,8 +360,7 @@ def expected_clocks(problem: Problem, tile: GradWeightTile, device: Device) -> f
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     work, warps = work_of(
         problem,
-        grad_output,
-        Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0),
+        tile_work(problem, grad_output, Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0)),
         device,
         tiles=cut.tiles,
         blocks=cut.blocks,

@@ -2,8 +2,8 @@
 
 1,600 tiles of 7 layers were measured on an H200 (docs/kernels/grad_input/narrow_mma.md); of the about 29 tiles of a
 problem, the one of grad_weight that is expected to be the fastest took on average 1.10 times as long as the fastest.
-The prices of grad_input are those of the 1,600 tiles, as far as 795 later times do not contradict them: the standard
-deviation of the logarithm is 0.18 of these.
+The prices of grad_input are near those of the 1,600 tiles, as far as 886 later times do not contradict them: the
+standard deviation of the logarithm is 0.20 of these.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from math import ceil
 from typing import NamedTuple
 
 from tconv_swap.kernels.gradients.grad_output_tile import GradOutputTile, columns, loaded_bytes, loads, rows
-from tconv_swap.kernels.gradients.narrow_mma import MAX_KEPT_SOURCES, rounds_nothing
+from tconv_swap.kernels.gradients.narrow_mma import (
+    MAX_KEPT_SOURCES,
+    MAX_PREFETCHED_BYTES,
+    rounds_nothing,
+)
 from tconv_swap.kernels.problem import Device, Problem
+
+#: Loads of a batch (BATCH of csrc/kernels/gradients/grad_output_tile.cuh).
+BATCH = 8
 
 #: Microseconds of a unit, and the microseconds to add times 8 / warps, because few warps do not hide each other's
 #: waits.
@@ -36,27 +43,29 @@ class Prices(NamedTuple):
     tensor_byte: Price
     partial_byte: Price
     sector: Price
+    wait: Price
     step: Price
     round: Price
     start: Price
 
 
 GRAD_INPUT = Prices(
-    read=(6.3e-4, 0),
-    multiply=(2.3e-4, 1.21e-3),
+    read=(6.35e-4, 0),
+    multiply=(2.43e-4, 1.2e-3),
     instruction=(0, 0),
-    copy=(8.1e-4, 0),
-    place=(3.3e-3, 0),
-    put=(2.0e-4, 3.3e-4),
-    weight=(1.14e-2, 0),
+    copy=(7.2e-4, 0),
+    place=(2.1e-3, 0),
+    put=(2.0e-4, 3.2e-4),
+    weight=(3.7e-3, 0),
     input=(0, 0),
-    byte=(8.1e-6, 0),
-    tensor_byte=(2.15e-6, 0),
-    partial_byte=(7.2e-5, 0),
-    sector=(9.9e-4, 0),
-    step=(0.139, 0),
-    round=(0.32, 0),
-    start=(9.0, 0),
+    byte=(7.8e-6, 0),
+    tensor_byte=(2.1e-6, 0),
+    partial_byte=(8.3e-5, 0),
+    sector=(8.7e-4, 0),
+    wait=(0.16, 0),
+    step=(0.16, 0),
+    round=(0.31, 0),
+    start=(9.5, 0),
 )
 GRAD_WEIGHT = Prices(
     read=(1.15e-4, 5.1e-4),
@@ -71,6 +80,7 @@ GRAD_WEIGHT = Prices(
     tensor_byte=(5.9e-6, 0),
     partial_byte=(2.0e-4, 0),
     sector=(0, 0),
+    wait=(0, 0),
     step=(0.183, 0),
     round=(0, 0),
     start=(12.5, 0),
@@ -96,8 +106,10 @@ class Work(NamedTuple):
     loaded: float
     tensors: float
     partials: float
-    #: Sectors of memory that stores touch, once for each store, beyond those that are stored.
+    #: Sectors of memory that stores touch, once for each store, beyond those that are stored, and that loads of weights
+    #: touch; batches of loads through registers that are waited for one after the other.
     sectors: float
+    waits: float
     #: Chunks of tiles that a block computes one after another; waves of blocks; the launch.
     steps: float
     rounds: float
@@ -139,6 +151,8 @@ class TileWork(NamedTuple):
     through_registers: bool
     load: int
     places: bool
+    #: Batches of loads that go to shared memory through registers at once; none where they are issued a tile ahead.
+    batches: int
     loaded_bytes: float
     threads: int
 
@@ -151,6 +165,8 @@ def tile_work(problem: Problem, grad_output: GradOutputTile, multiplies: Multipl
     if rounds_nothing(problem):
         products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
     m, n = multiplies.m_tiles, multiplies.n_tiles
+    count = loads(geometry, grad_output, channels_last)
+    is_ahead = count * grad_output.load * bytes_ <= MAX_PREFETCHED_BYTES
     return TileWork(
         multiplies,
         reads=2 * n * multiplies.passes + multiplies.other_reads * m,
@@ -162,35 +178,14 @@ def tile_work(problem: Problem, grad_output: GradOutputTile, multiplies: Multipl
         / 32,
         through_registers=not grad_output.async_,
         load=grad_output.load,
-        places=loads(geometry, grad_output, channels_last) > MAX_KEPT_SOURCES,
+        places=count > MAX_KEPT_SOURCES,
+        batches=0 if grad_output.async_ or is_ahead else ceil(count / BATCH),
         loaded_bytes=loaded_bytes(geometry, grad_output, channels_last, bytes_),
         threads=grad_output.threads,
     )
 
 
 def work_of(
-    problem: Problem,
-    grad_output: GradOutputTile,
-    multiplies: Multiplies,
-    device: Device,
-    tiles: int,
-    blocks: int,
-    resident: int,
-    chunks: int,
-    weights: float = 0.0,
-    inputs: float = 0.0,
-    partial_bytes: float = 0.0,
-) -> tuple[Work, float]:
-    """Returns the work of a multiprocessor, and how many warps are resident on it, for ``tiles`` tiles of ``chunks``
-    chunks of the taps each, in ``blocks`` blocks of which ``resident`` run on a multiprocessor at a time. ``weights``:
-    loads of weights of all blocks; ``inputs``: loads of the input of a tile."""
-    of_tile = tile_work(problem, grad_output, multiplies)
-    return work_of_size(
-        problem, of_tile, device, tiles, blocks, resident, chunks, weights, inputs, partial_bytes
-    )
-
-
-def work_of_size(
     problem: Problem,
     of_tile: TileWork,
     device: Device,
@@ -203,8 +198,16 @@ def work_of_size(
     partial_bytes: float = 0.0,
     sectors: float = 0.0,
 ) -> tuple[Work, float]:
-    """Returns the same if the work of one chunk of a tile is known. ``sectors``: that all stores
-    touch beyond those that are stored."""
+    """Returns the work of a multiprocessor, and how many warps are resident on it, for ``tiles`` tiles of ``chunks``
+    chunks of the taps each, in ``blocks`` blocks of which ``resident`` run on a multiprocessor at a time.
+
+    Args:
+        of_tile: the work of one chunk of a tile.
+        weights: loads of weights of all blocks.
+        inputs: loads of the input of a tile.
+        partial_bytes: bytes of partial sums.
+        sectors: of memory that all blocks touch, as ``Work`` has them.
+    """
     multiprocessors = device.multiprocessors
     occupied = max(1.0, min(resident, blocks / multiprocessors))
     rounds = blocks / (multiprocessors * resident)
@@ -229,6 +232,7 @@ def work_of_size(
         tensors=problem.geometry.elements * problem.dtype.itemsize / multiprocessors,
         partials=partial_bytes / multiprocessors,
         sectors=sectors / multiprocessors,
+        waits=share * chunks * of_tile.batches / occupied,
         steps=share * chunks / occupied,
         rounds=max(1.0, rounds),
     )
