@@ -219,7 +219,7 @@ def test_offsets_past_32_bits_are_counted_in_64() -> None:
 def test_the_general_kernels_alone_compute_no_gradient_with_expected_clocks() -> None:
     """The choice between our kernels and PyTorch's operator asks for the clocks and makes no plan where they exist."""
     rng, counted = random.Random(5), {True: 0, False: 0}
-    for _ in range(40):
+    for _ in range(24):
         into, out = rng.choice((1, 3, 16, 40, 130)), rng.choice((1, 2, 7, 32, 65))
         kernel, stride = rng.choice((1, 3, 4, 9, 20)), rng.choice((1, 2, 3, 16))
         batch, columns = rng.choice((1, 6)), rng.choice((1, 12))
@@ -231,7 +231,7 @@ def test_the_general_kernels_alone_compute_no_gradient_with_expected_clocks() ->
             is_counted = plan.expected_clocks(problem, mask, H200) < math.inf
             counted[is_counted] += 1
             assert not (is_counted and plan.plan_backward(problem, mask, H200).family == "general")
-    assert min(counted.values()) > 10
+    assert min(counted.values()) > 5
 
 
 @pytest.mark.parametrize("device", [H200, TURING], ids=["H200", "Turing"])

@@ -326,8 +326,7 @@ def _load(
         )
         most = 16 // element_bytes
         if tile.block_groups == 1 and tile.partial:
-            most = min(
-                most, max(2, tile.partial)
-            )  # channels that are loaded together belong to one partial sum
+            # Channels that are loaded together belong to one partial sum.
+            most = min(most, max(2, tile.partial))
         return gcd(most, *sizes)
     return gcd(16 // element_bytes, row_multiple, tile.lanes_w * tile.thread_columns)
