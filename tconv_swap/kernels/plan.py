@@ -82,7 +82,8 @@ def backward_candidates(
         if not plans:
             after = [bias] if output_mask[2] else []
             plans = [_assembled([(part, (grad_weight,)), *after]) for part in for_weight(False)]
-        plans = in_turn(plans, gradients_nchw_to_nhwc.plan_candidates(problem, output_mask, device))
+        copies = gradients_nchw_to_nhwc.plan_candidates(problem, output_mask, device)
+        plans = in_turn(plans, list(copies))
     product = gradients_gemm.plan_backward(problem, output_mask, device) if plans else None
     plans = in_turn(plans, [product] if product else [])
     return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -21,7 +22,12 @@ class Device:
     @property
     def compute_capability(self) -> int:
         """90 for ``"sm_90a"``."""
-        return int(self.architecture.removeprefix("sm_").rstrip("af"))
+        return _compute_capability(self.architecture)
+
+
+@lru_cache(maxsize=64)
+def _compute_capability(architecture: str) -> int:
+    return int(architecture.removeprefix("sm_").rstrip("af"))
 
 
 @dataclass(frozen=True, slots=True)

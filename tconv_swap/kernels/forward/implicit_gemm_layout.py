@@ -310,7 +310,7 @@ def make_problem(
         dtype, "IEEE" if math == "ieee" else "TF32"
     )
     return TileProblem(
-        replace(geometry, stride=stride),
+        geometry if stride == geometry.stride else replace(geometry, stride=stride),
         dtype,
         precision,
         channels_last or one_pixel,

@@ -170,10 +170,9 @@ def _of_other_kernels(problem: Problem, device: Device) -> list[Ranked]:
 
 
 def _ranked(kernels: Kernels, problem: Problem, convolution: StridedProblem, device: Device) -> list[Ranked]:
-    families = [
-        grad_input_im2col.ranked(kernels.im2col, convolution, device),
-        grad_input_narrow_mma.ranked(kernels.narrow_mma, as_problem(convolution), device),
-    ]
+    families = [grad_input_im2col.ranked(kernels.im2col, convolution, device)]
+    if kernels.narrow_mma:
+        families.append(grad_input_narrow_mma.ranked(kernels.narrow_mma, as_problem(convolution), device))
     if convolution.input_channels_last:
         families.append(grad_input_tma.ranked(kernels.implicit_gemm_tma, convolution, device))
     else:

@@ -5,7 +5,7 @@ the input alone.) The functions are pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tconv_swap.kernels.common.limits import WorkspaceLayout
@@ -71,23 +71,21 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         apart += grad_input_implicit_gemm.expected_clocks(problem, device)
     if apart <= from_copies:
         return None
-    return plan_candidates(problem, output_mask, device)[0]
+    return next(plan_candidates(problem, output_mask, device), None)
 
 
-def plan_candidates(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> list[Plan]:
-    """Returns the plans of the layer's kernels that read copies of grad_output and the input in channels_last, the one
+def plan_candidates(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Iterator[Plan]:
+    """Yields the plans of the layer's kernels that read copies of grad_output and the input in channels_last, the one
     that is expected to be the fastest first, whether or not others are faster."""
     copies = grad_weight_implicit_gemm.ranked_from_copies(problem, device) if output_mask[1] else []
     before = []
     if copies and output_mask[0]:
         grad_input = _grad_input(problem, device)
         if grad_input is None:
-            return []
+            return
         before.append(grad_input)
-    return [
-        assembled(problem, [*before, _grad_weight(problem, one.make())], output_mask[2], device)
-        for one in copies
-    ]
+    for one in copies:
+        yield assembled(problem, [*before, _grad_weight(problem, one.make())], output_mask[2], device)
 
 
 def _grad_input_clocks(problem: Problem, device: Device) -> float:

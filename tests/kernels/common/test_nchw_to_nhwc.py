@@ -61,13 +61,13 @@ def test_a_gradient_of_the_input_that_boxes_cannot_load_is_planned_without_copie
     """Strides of 10 are too long for the boxes of grad_output if its columns are not whole strides; im2col copies its
     rows to longer ones."""
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5), (0, 1)))
-    assert not gradients_nchw_to_nhwc.plan_candidates(posed, (True, True, True), H200)
+    assert not list(gradients_nchw_to_nhwc.plan_candidates(posed, (True, True, True), H200))
     assert plan.plan_backward(posed, (True, False, False), H200).family == "im2col"
 
 
 def by_way_of_channels_last(geometry: Geometry, mask: tuple[bool, ...]) -> Plan:
     """Returns the first plan that reads copies, whether or not others are faster."""
-    return gradients_nchw_to_nhwc.plan_candidates(problem(geometry), mask, H200)[0]
+    return next(gradients_nchw_to_nhwc.plan_candidates(problem(geometry), mask, H200))
 
 
 def conversions(made: Plan, source: ArgumentKind) -> list[Launch]:
@@ -131,8 +131,8 @@ def test_copies_and_the_workspace_of_parts_do_not_overlap() -> None:
 )
 def test_not_every_problem_can_go_that_way(posed: plan.Problem) -> None:
     mask = (True, True, True)
-    assert gradients_nchw_to_nhwc.plan_candidates(problem(), mask, H200)
-    assert not gradients_nchw_to_nhwc.plan_candidates(posed, mask, H200)
+    assert list(gradients_nchw_to_nhwc.plan_candidates(problem(), mask, H200))
+    assert not list(gradients_nchw_to_nhwc.plan_candidates(posed, mask, H200))
     assert "nchw_to_nhwc" not in plan.plan_backward(posed, mask, H200).family
 
 
@@ -283,7 +283,7 @@ def test_gradients_by_way_of_channels_last(geometry: Geometry, dtype: torch.dtyp
     for mask in ((True, True, bias), (False, True, bias)):
         for weight_last in (False, True):
             posed = replace(problem(geometry, dtype), weight_channels_last=weight_last)
-            made = gradients_nchw_to_nhwc.plan_candidates(posed, mask, device)
+            made = list(gradients_nchw_to_nhwc.plan_candidates(posed, mask, device))
             assert made
             for one in dict.fromkeys((made[0], made[-1])):
                 layouts = (False, weight_last)
