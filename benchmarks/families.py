@@ -84,6 +84,20 @@ def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> di
     return first
 
 
+def plans_of_layer(problem: Problem, stage: str, has_bias: bool, device: Device) -> list[Plan]:
+    """Returns the plans by the kernels that the layer has for all its sizes, at most four; ``stage``: the forward pass
+    or a single gradient."""
+    count = _OF_ALL_FAMILIES
+    if stage == "forward":
+        return forward_plan.plan_candidates(problem, has_bias, device, count, further=False)
+    if stage == "grad_input":
+        parts = grad_input_implicit_gemm.part_candidates(problem, device, count, further=False)
+        return [_plan(part, _grad_input_output(problem)) for part in parts]
+    parts = grad_weight_implicit_gemm.part_candidates(problem, device, False, count, further=False)
+    copied = gradients_nchw_to_nhwc.plan_candidates(problem, MASKS[stage], device)
+    return [*(_plan(part, _grad_weight_output(problem)) for part in parts), *copied]
+
+
 def chosen(problem: Problem, stage: str, has_bias: bool, device: Device, found: Iterable[str]) -> str:
     """Returns what the library's rule takes for a stage today: a family among ``found``, ``"pytorch"`` or
     ``"apart"``."""

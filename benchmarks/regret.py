@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.ablation_measure import Announce, Call, Prepared, Task, measure, prepare
+from benchmarks.ablation_measure import Announce, Call, Prepared, StagePlans, Task, measure, prepare
 from benchmarks.ablation_rows import MAX_REGRET, Row, geometric_mean, worst
-from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
+from benchmarks.families import MASKS, PYTORCH, family_of, plans_of, plans_of_layer
 from benchmarks.measuring_process import Work
 from benchmarks.regret_classes import report as report_of_classes
 from benchmarks.regret_row import RegretRow
@@ -99,7 +99,8 @@ def _measuring(facts: Device) -> Work[Prepared, list[RegretRow]]:
 
     def measured(prepared: Prepared, announce: Announce) -> list[RegretRow]:
         timer = partial(timed, device=device)
-        return rows_of(prepared, measure(prepared, device, facts.architecture, timer, announce))
+        rows = measure(prepared, device, facts.architecture, timer, announce)
+        return rows_of(prepared, rows, facts)
 
     return measuring(device, measured)
 
@@ -115,7 +116,7 @@ def timed(calls: Mapping[str, Call], chosen: str, device: torch.device) -> Mappi
     return {**first, **time_interleaved(final, device=device, warmup=1, iters=FINAL_SAMPLES)}
 
 
-def rows_of(prepared: Prepared, rows: Iterable[Row]) -> list[RegretRow]:
+def rows_of(prepared: Prepared, rows: Iterable[Row], device: Device) -> list[RegretRow]:
     """Returns the rows with a description of their plans."""
     layer = prepared.task.layer
     problem = {**asdict(layer.geometry), "bias": layer.bias}
@@ -124,9 +125,15 @@ def rows_of(prepared: Prepared, rows: Iterable[Row]) -> list[RegretRow]:
             **{one.name: getattr(row, one.name) for one in fields(Row)},
             problem=problem,
             plans=_described(prepared.stages[row.stage].plans),
+            of_layer=_of_layer(prepared.stages[row.stage], row.stage, layer.bias, device),
         )
         for row in rows
     ]
+
+
+def _of_layer(stage: StagePlans, name: str, has_bias: bool, device: Device) -> list[str]:
+    digests = {made.digest for made in plans_of_layer(stage.problem, name, has_bias, device)}
+    return [way for way, made in stage.plans.items() if made.digest in digests]
 
 
 def _described(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
@@ -159,7 +166,7 @@ def _constants(made: Plan) -> Iterator[tuple[str, str, Any]]:
             yield one.kernel.entry, constant, value
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summary(rows: Sequence[RegretRow]) -> dict[str, Any]:
     """Returns the regret of every stage: for the suite's rows, the random ones and all."""
     return {"regrets": [asdict(regret) for regret in regrets(rows)]}
 
@@ -174,6 +181,9 @@ class Regret:
         mean: the geometric mean; ``largest``: the largest.
         as_good: the share of rows within ``AS_GOOD``; ``above``: the number of rows above ``MAX_REGRET``.
         over_pytorch: the geometric mean of PyTorch's time over that of what "auto" takes.
+        of_choice: the regret of the choice among the layer's kernels; ``of_limit``: of what these take at best, because
+            a layer has at most four. Geometric means of the rows that our kernels compute; None where the layer's are
+            not known.
     """
 
     group: str
@@ -183,11 +193,13 @@ class Regret:
     as_good: float
     above: int
     over_pytorch: float
+    of_choice: float | None
+    of_limit: float | None
 
 
-def regrets(rows: Sequence[Row]) -> list[Regret]:
+def regrets(rows: Sequence[RegretRow]) -> list[Regret]:
     """Returns the regret of every stage on the suite and on the random layers, then of all."""
-    groups: dict[str, list[tuple[Row, float]]] = {}
+    groups: dict[str, list[tuple[RegretRow, float]]] = {}
     for row in rows:
         if row.regret is not None:
             where = "suite" if row.of_suite else "random layers"
@@ -196,13 +208,15 @@ def regrets(rows: Sequence[Row]) -> list[Regret]:
     return [_regret(name, groups[name]) for name in sorted(groups, key=lambda one: one.startswith("all"))]
 
 
-def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
+def _regret(name: str, group: Sequence[tuple[RegretRow, float]]) -> Regret:
     values = [regret for _, regret in group]
     gains = [
         row.microseconds[PYTORCH] / row.microseconds[row.chosen]
         for row, _ in group
         if PYTORCH in row.microseconds
     ]
+    parts = [(row.regret_of_choice, regret) for row, regret in group]
+    known = [(choice, regret / choice) for choice, regret in parts if choice is not None]
     return Regret(
         group=name,
         rows=len(values),
@@ -211,6 +225,8 @@ def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
         as_good=sum(value <= AS_GOOD for value in values) / len(values),
         above=sum(value > MAX_REGRET for value in values),
         over_pytorch=geometric_mean(gains),
+        of_choice=geometric_mean([choice for choice, _ in known]) if known else None,
+        of_limit=geometric_mean([limit for _, limit in known]) if known else None,
     )
 
 
@@ -227,10 +243,21 @@ def report(rows: Sequence[RegretRow]) -> str:
             f"{one.as_good:.0%}",
             str(one.above),
             f"{one.over_pytorch:.2f}",
+            *("-" if part is None else f"{part:.3f}" for part in (one.of_choice, one.of_limit)),
         ]
         for one in regrets(rows)
     ]
-    headings = ["group", "rows", "regret", "largest", "within 5 %", "above 1.25", "over PyTorch"]
+    headings = [
+        "group",
+        "rows",
+        "regret",
+        "largest",
+        "within 5 %",
+        "above 1.25",
+        "over PyTorch",
+        "choice",
+        "limit",
+    ]
     lines = [Table(headings, groups, left=1).text(), *map(_line, worst(rows)), "", report_of_classes(rows)]
     return "\n".join(lines)
 

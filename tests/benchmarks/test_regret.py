@@ -115,7 +115,7 @@ def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch
     ready = prepare(replace(TASK, direction=direction), H200, candidates, DIRECTIONS)
     with pretended_gpu(monkeypatch):
         measured = measure(ready, torch.device("cpu"), H200.architecture, a_slow_choice, lambda _: None)
-    rows = regret.rows_of(ready, measured)
+    rows = regret.rows_of(ready, measured, H200)
     assert [row.stage for row in rows] == [s for s, of in selection.STAGES.items() if of == direction]
     for row in rows:
         assert row.microseconds.keys() == {PYTORCH, *row.plans}
@@ -123,6 +123,12 @@ def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch
         assert row.problem["kernel"] == (4, 4)
         assert row.problem["bias"]
         assert row.regret == (1.5 if row.chosen in row.plans else 2.0)
+        assert row.of_layer is not None
+        assert 1 <= len(row.of_layer) <= 4
+        assert set(row.of_layer) < row.plans.keys()
+        if row.chosen in row.plans:
+            assert row.chosen in row.of_layer
+            assert row.regret_of_choice == (1.5 if len(row.of_layer) > 1 else 1.0)
     alike = [
         (row.plans[name], row.plans[f"{name} 2"])
         for row in rows
@@ -180,8 +186,20 @@ def test_the_summary_of_the_rows() -> None:
     assert suite.as_good == pytest.approx(2 / 3)
     assert suite.over_pytorch == pytest.approx(2.0)
     assert found["all, random layers"].above == 1
+    assert (suite.of_choice, suite.of_limit) == (None, None)
     assert "\n  2.00 slow tf32 nchw forward: a 2.0 us, b 1.0 us\n" in regret.report(rows)
     assert regret.report([]) == "nothing was measured"
+
+
+def test_the_parts_of_the_regret() -> None:
+    times = {"a": 3.0, "b": 2.0, "c": 1.0, PYTORCH: 4.0}
+    plans: dict[str, dict[str, str]] = {name: {} for name in "abc"}
+    rows = [made_up(times, plans=plans, of_layer=["a", "b"], chosen=chosen) for chosen in ("a", "b", PYTORCH)]
+    assert [row.regret_of_choice for row in rows] == [1.5, 1.0, None]
+    found = {one.group: one for one in regret.regrets(rows)}["all, suite"]
+    assert found.of_choice == pytest.approx(1.5**0.5)
+    assert found.of_limit == pytest.approx(2.0)
+    assert found.mean == pytest.approx((3 * 2 * 4) ** (1 / 3))
 
 
 def test_without_a_gpu_a_line_says_so(

@@ -18,16 +18,19 @@ from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.program import Output, Part, Plan
 
 
-def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+def plan_candidates(
+    problem: Problem, has_bias: bool, device: Device, count: int, further: bool = True
+) -> list[Plan]:
     """Returns ``count`` plans: the one that is expected to be the fastest, then the best of each family in turn; after
-    the kernels of the layer those that it may have. None for a problem that only the general kernel computes.
+    the kernels of the layer, if ``further``, those that it may have. None for a problem that only the general kernel
+    computes.
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
     outputs = (Output(problem.geometry.output_shape, problem.channels_last),)
     return [
         Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
-        for part in part_candidates(posed(problem, has_bias), device, count)
+        for part in part_candidates(posed(problem, has_bias), device, count, further)
     ]
 
 
@@ -44,12 +47,12 @@ def posed(problem: Problem, has_bias: bool) -> TileProblem:
     )
 
 
-def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Part]:
+def part_candidates(problem: TileProblem, device: Device, count: int, further: bool = True) -> list[Part]:
     """Returns the same of a forward pass, or of a gradient of the input that is one."""
     if problem.dtype not in DTYPES or problem.geometry.batch == 0:
         return []
     found = ranked(problem, device)[:count]
-    if len(found) < count:
+    if further and len(found) < count:
         found += _ranked(kernels_for(problem, device), problem, device)
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]

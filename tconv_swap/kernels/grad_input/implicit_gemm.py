@@ -77,19 +77,20 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
     weights (IEEE float32: both of their parts), their channels rounded up to whole tiles, and where the sum over
     channels is split, as many copies of the gradient in float32: for strides at most 64 MiB, but for maps of one pixel.
     """
-    parts = part_candidates(problem, device, count=1)
+    parts = part_candidates(problem, device, count=1, further=False)
     return parts[0] if parts else None
 
 
-def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
-    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
+def part_candidates(problem: Problem, device: Device, count: int, further: bool = True) -> list[Part]:
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first; after the kernels of the
+    layer, if ``further``, those that it may have."""
     problem = as_exact(problem, device)
     if (channels := channels_of_copies(problem, device)) is not None:
-        return _of_more_channels(problem, channels, device, count)
+        return _of_more_channels(problem, channels, device, count, further)
     if by_forward_kernels(problem, device):
-        return _of_stride_one(problem, device, count)
+        return _of_stride_one(problem, device, count, further)
     found = ranked(problem, device)[:count]
-    if len(found) < count and count > 1:
+    if further and len(found) < count:
         found += tuple(_of_other_kernels(problem, device))
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]
@@ -190,15 +191,17 @@ def _ranked_here(among: Iterable[Schedule], convolution: StridedProblem, device:
     ]
 
 
-def _of_stride_one(problem: Problem, device: Device, count: int) -> list[Part]:
+def _of_stride_one(problem: Problem, device: Device, count: int, further: bool) -> list[Part]:
     """Returns the parts of a problem without strides, by the kernels of the forward pass."""
     return [
         replace(one, launches=reading_backward(one.launches))
-        for one in forward_plan.part_candidates(as_forward(problem), device, count)
+        for one in forward_plan.part_candidates(as_forward(problem), device, count, further)
     ]
 
 
-def _of_more_channels(problem: Problem, channels: int, device: Device, count: int) -> list[Part]:
+def _of_more_channels(
+    problem: Problem, channels: int, device: Device, count: int, further: bool
+) -> list[Part]:
     """Returns the parts of the problem with so many output channels, reading copies of grad_output and weight."""
     copied = _copied(problem, channels)
     if not copies_fit(copied, problem.dtype):
@@ -210,7 +213,7 @@ def _of_more_channels(problem: Problem, channels: int, device: Device, count: in
             f"{part.why}, channels padded",
             *reading_copies(part.launches, part.workspace_bytes, copied, problem.dtype),
         )
-        for part in part_candidates(wider, device, count)
+        for part in part_candidates(wider, device, count, further)
     ]
 
 

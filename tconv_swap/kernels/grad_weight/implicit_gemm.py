@@ -87,12 +87,14 @@ def clocks_as_it_lies(problem: Problem, device: Device, with_bias: bool) -> floa
     return min(apart, together[0].clocks if together else math.inf)
 
 
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+def part_candidates(
+    problem: Problem, device: Device, with_bias: bool, count: int, further: bool = True
+) -> list[Part]:
     """Returns ``count`` parts: the one that is expected to be the fastest, then the best of each family in turn; after
-    the kernels of the layer those that it may have."""
+    the kernels of the layer, if ``further``, those that it may have."""
     problem = as_exact(problem, device)
     found = [*ranked(problem, device, with_bias)[:count]]
-    if len(found) < count:
+    if further and len(found) < count:
         found += _ranked(kernels_for(problem, device), problem, device, with_bias)
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]
