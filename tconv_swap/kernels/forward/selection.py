@@ -209,14 +209,10 @@ def _of_pixels(layer: TileProblem, device: Device) -> int:
 
 
 def _of_gradient_of_pixels(convolution: Geometry, device: Device) -> int:
-    """Returns the same for the gradient of the input. A map of one pixel has another kernel if the layer's kernel is
-    not padded."""
-    unpadded = all(
-        padding == dilation * (kernel - 1)
-        for kernel, padding, dilation in zip(
-            convolution.kernel, convolution.padding, convolution.dilation, strict=True
-        )
-    )
+    """Returns the same for the gradient of the input, which is this convolution."""
+    of_axes = zip(convolution.kernel, convolution.padding, convolution.dilation, strict=True)
+    # The layer's own padding is what its gradient lacks of whole taps.
+    rows, columns = (dilation * (kernel - 1) - padding for kernel, padding, dilation in of_axes)
     inputs, outputs = convolution.out_channels, convolution.in_channels
-    layer = replace(convolution, in_channels=inputs, out_channels=outputs, padding=(0, 0))
-    return kernels_of_gradient(layer, True, device) if unpadded and may_begin(layer) else 0
+    layer = replace(convolution, in_channels=inputs, out_channels=outputs, padding=(rows, columns))
+    return kernels_of_gradient(layer, may_begin(layer), device)
