@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from remembered import forget_plans
 
 from tconv_swap.cuda import call, expected
-from tconv_swap.kernels import plan
-from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
-from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.runtime import disk_cache
 
 #: Files whose last tests read what the first ones have saved, or have planned.
@@ -107,18 +105,9 @@ def _imports_are_not_searched() -> None:
 @pytest.fixture
 def plans_anew() -> Iterator[None]:
     """Clears remembered plans, for tests that change who makes a plan."""
-    remembered = (
-        plan.plan_backward,
-        grad_input_implicit_gemm.plan_grad_input,
-        grad_weight_implicit_gemm.plan_grad_weight,
-        grad_weight_implicit_gemm.ranked,
-        grad_weight_implicit_gemm.ranked_from_copies,
-    )
-    for planner in remembered:
-        planner.cache_clear()
+    forget_plans()
     yield
-    for planner in remembered:
-        planner.cache_clear()
+    forget_plans()
 
 
 @pytest.fixture

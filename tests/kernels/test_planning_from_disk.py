@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import math
-import pkgutil
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from remembered import forget, kept_functions
 from size_cases import H200
 
-from tconv_swap import kernels
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.layer_sizes import other_sizes, usual_sizes
@@ -28,27 +25,6 @@ SUITE = {layer.name: layer for layer in load_suite().layers}
 #: Together they have kernels of every family that searches, each in one of the modes.
 LAYERS = ("kb57", "kb75", "dcgan3", "dcgan5", "cyclegan2", "unet1", "maskrcnn", "centernet_dw", "hifigan_up1")
 MODES = ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float16, "ieee"))
-
-
-def remembering() -> list[Any]:
-    """Returns the functions of planning whose results are kept in memory."""
-    modules = [
-        importlib.import_module(info.name)
-        for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
-    ]
-    values = (value for module in modules for value in vars(module).values())
-    return list({id(one): one for one in values if isinstance(one, functools._lru_cache_wrapper)}.values())
-
-
-def kept_functions() -> list[Any]:
-    """Returns those of them whose results are kept on disk, too."""
-    return [one for one in remembering() if hasattr(one.__wrapped__, "__wrapped__")]
-
-
-def forget() -> None:
-    """Forgets what is in memory, as a new process does."""
-    for function in remembering():
-        function.cache_clear()
 
 
 def digests(layers: tuple[str, ...]) -> list[str]:

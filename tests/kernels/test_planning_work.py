@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from remembered import forget
 
 from tconv_swap.cuda import choice
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
-from tconv_swap.kernels.grad_input import selection as grad_input_selection
-from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
-from tconv_swap.kernels.grad_weight import selection as grad_weight_selection
 from tconv_swap.kernels.gradients import grad_output_tile as gradients_grad_output_tile
+from tconv_swap.runtime.program import Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 #: A few output channels, in channels_last: the most tiles.
@@ -28,13 +26,7 @@ RANKED = ((grad_weight_narrow_mma, "grad_weight_tiles"), (grad_input_narrow_mma,
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
-    plan.plan_backward.cache_clear()
-    grad_input_implicit_gemm.plan_grad_input.cache_clear()
-    grad_weight_implicit_gemm.plan_grad_weight.cache_clear()
-    grad_weight_implicit_gemm.ranked.cache_clear()
-    for selection in (grad_input_selection, grad_weight_selection):
-        selection.kernels_of.cache_clear()
-    gradients_grad_output_tile.with_pitches.cache_clear()
+    forget()
 
 
 def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +71,22 @@ def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pyte
     assert laid.row_pitch > 0
     assert laid.plane > 0
     assert passes >= 1
+
+
+def test_a_new_size_makes_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether PyTorch's operator computes a gradient is decided by expected clocks, without further plans."""
+    made: list[tuple[bool, ...]] = []
+    plan_of = plan._of_larger_families
+
+    def counted(problem: plan.Problem, output_mask: tuple[bool, ...], device: plan.Device) -> Plan:
+        made.append(output_mask)
+        return plan_of(problem, output_mask, device)
+
+    monkeypatch.setattr(plan, "_of_larger_families", counted)
+    dcgan = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+    for dtype, channels_last in ((torch.float32, False), (torch.float16, True)):
+        problem = plan.Problem(dcgan, dtype, "tf32", channels_last, channels_last)
+        made.clear()
+        (step,) = choice.choose_backward(problem, (True, True, True), H200, "auto")
+        assert step.plan is not None
+        assert made == [(True, True, True)]

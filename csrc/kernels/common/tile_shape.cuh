@@ -38,15 +38,7 @@ static_assert(!NARROW || (FRAGMENT_N == 1 && POSITION_INPUT_ROWS == 1 && WARP_CO
 constexpr bool SHAPED = SHAPED_PIXELS > 0;
 static_assert(!SHAPED || (!FLAT && WARP_IMAGES == 1 && WARP_COLS == 1 && TILE_W == 8 && TILE_H == WARP_ROWS));
 
-template <bool>
-struct SizesOf {
-  using Type = Sizes;
-};
-template <>
-struct SizesOf<true> {
-  using Type = ShapedSizes;
-};
-using TileSizes = SizesOf<SHAPED>::Type;
+using TileSizes = Select<SHAPED, ShapedSizes, Sizes>::type;
 
 __device__ __forceinline__ const TileShape& shape_of(const ShapedSizes& sizes) { return sizes.shape; }
 /// Without SHAPED there is none: the constants are the shape.

@@ -9,6 +9,16 @@ struct BFloat16 {
   unsigned short bits;
 };
 
+// The first of two types if the condition holds, otherwise the second.
+template <bool IS_FIRST, class First, class Second>
+struct Select {
+  using type = Second;
+};
+template <class First, class Second>
+struct Select<true, First, Second> {
+  using type = First;
+};
+
 // The type of accumulators: float64 for float64, float32 for all others.
 template <class T>
 struct Accumulate {

@@ -4,15 +4,7 @@
 #include "common/epilogue.cuh"
 
 /// The type that is stored: float32 for partial sums of a split over k, the output's type for whole sums.
-template <bool IS_SPLIT>
-struct Stored {
-  using type = Element;
-};
-template <>
-struct Stored<true> {
-  using type = float;
-};
-using Out = Stored<PARTIAL>::type;
+using Out = Select<PARTIAL, float, Element>::type;
 constexpr bool OUT_16_BIT = sizeof(Out) == 2;
 constexpr int MAX_STORE = 16 / sizeof(Out);
 

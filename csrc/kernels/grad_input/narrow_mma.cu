@@ -33,15 +33,7 @@ constexpr bool CONSECUTIVE_TAPS = UNROLL == K_STEPS && KERNEL_W % 4 == 0 && DILA
 constexpr int WEIGHT_PITCH = 8 * K_STEPS + 4;
 constexpr int WEIGHTS = CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * WEIGHT_PITCH;
 static_assert(!WEIGHTS_IN_REGISTERS || (CHUNKS_HERE == 1 && BLOCK_M == WEIGHT_ROWS));
-template <bool SPLIT>
-struct OutOf {
-  using type = Element;
-};
-template <>
-struct OutOf<true> {
-  using type = float;
-};
-using Out = OutOf<(SPLITS > 1)>::type;
+using Out = Select<(SPLITS > 1), float, Element>::type;
 
 // In channels_last a lane's channels of a pixel are neighbours if one aligned store takes them all. Otherwise the lanes that
 // share a pixel store neighbouring channels together: each store of a lane alone would touch a sector of its own.

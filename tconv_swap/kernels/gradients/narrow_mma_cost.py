@@ -2,7 +2,7 @@
 
 1,600 tiles of 7 layers were measured on an H200 (docs/kernels/grad_input/narrow_mma.md); of the about 29 tiles of a
 problem, the one of grad_weight that is expected to be the fastest took on average 1.10 times as long as the fastest.
-The prices of grad_input are near those of the 1,600 tiles, as far as 886 later times do not contradict them: the
+The prices of grad_input are near those of the 1,600 tiles, as far as 875 later times do not contradict them: the
 standard deviation of the logarithm is 0.20 of these.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from tconv_swap.kernels.common import general
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution, as_problem
+from tconv_swap.kernels.gradients import narrow_mma_cost
+from tconv_swap.kernels.gradients.grad_output_tile import GradOutputTile, loads
 from tconv_swap.runtime.program import Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -215,3 +218,56 @@ def test_stores_touch_sectors_together_where_lanes_store_neighbours() -> None:
     assert sectors(64, torch.float16, False, 16, store=2) == 64
     # Rows of an odd number of columns are stored one element at a time, and begin anywhere in a sector.
     assert sectors(64, torch.float32, False, 15, store=1) == 64 * 15 / 8 * 2 * (32 + 28) / 32
+
+
+#: A head, a layer of many taps whose weights in channels_last lie far apart, and groups, in 16 bits and float32.
+PRICED = (HEADS[2], SEVERAL_TAPS[0], replace(PAIRS, batch=1))
+
+
+def expected_of_all() -> list[float]:
+    """Returns the expected clocks of every tile of these layers."""
+    found = []
+    for geometry, dtype, channels_last in itertools.product(
+        PRICED, (torch.float32, torch.float16), (False, True)
+    ):
+        problem = plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+        tiles = grad_input_narrow_mma.grad_input_tiles(problem, H200)
+        found += [grad_input_narrow_mma.expected_clocks(problem, tile, H200) for tile in tiles]
+    return found
+
+
+def test_every_price_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, prices = expected_of_all(), grad_input_narrow_mma.GRAD_INPUT
+    counted = {name for name, price in prices._asdict().items() if any(price)}
+    assert {"sector", "wait", "weight"} < counted
+    for name in counted:
+        alone, waiting = getattr(prices, name)
+        changed = prices._replace(**{name: (1.5 * alone, 1.5 * waiting)})
+        with monkeypatch.context() as patched:
+            patched.setattr(grad_input_narrow_mma, "GRAD_INPUT", changed)
+            assert expected_of_all() != base, name
+
+
+def test_weights_whose_taps_lie_apart_take_longer() -> None:
+    geometry = SEVERAL_TAPS[0]
+    together, apart = (
+        plan.Problem(geometry, torch.float32, "ieee", True, weight_channels_last)
+        for weight_channels_last in (False, True)
+    )
+    for tile in grad_input_narrow_mma.grad_input_tiles(together, H200):
+        clocks = [grad_input_narrow_mma.expected_clocks(one, tile, H200) for one in (together, apart)]
+        # A chunk of all output channels of a tap has its weights together in channels_last, too.
+        assert (clocks[1] > clocks[0]) == (tile.grad_output.chunk_co < 8)
+
+
+def test_loads_that_are_issued_a_tile_ahead_are_not_waited_for() -> None:
+    multiplies = narrow_mma_cost.Multiplies(8, 1, 2, 1.0, 0)
+    for dtype, tile_h, loads_of_thread, batches in (
+        (torch.float32, 8, 35, 0),  # cp.async
+        (torch.float16, 4, 19, 0),  # 38 bytes, of the 64 that a thread keeps in registers
+        (torch.float16, 8, 35, 5),  # 70 bytes, in batches of 8 loads
+    ):
+        problem = plan.Problem(HEADS[0], dtype, "ieee", False, False)
+        tile = GradOutputTile(tile_h, 64, 1, 2, 3, 1, dtype == torch.float32, 128)
+        assert loads(HEADS[0], tile, False) == loads_of_thread
+        assert narrow_mma_cost.tile_work(problem, tile, multiplies).batches == batches
