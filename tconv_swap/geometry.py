@@ -67,6 +67,12 @@ class Geometry:
         return self.out_channels // self.groups
 
     @property
+    def one_row(self) -> bool:
+        """Returns whether the layer is of one dimension: the rows of a map, of which PyTorch gives it one, neither
+        meet nor are cropped."""
+        return self.kernel[0] == self.stride[0] == 1 < self.kernel[1] and self.padding[0] == 0
+
+    @property
     def taps(self) -> int:
         return self.kernel[0] * self.kernel[1]
 

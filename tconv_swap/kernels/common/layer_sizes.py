@@ -27,10 +27,9 @@ def of_any_size(geometry: Geometry) -> Geometry:
 @lru_cache(maxsize=1024)
 def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, ...]]:
     """Returns sizes that represent all sizes of a layer, and the weight of each."""
-    one_row = layer.kernel[0] == layer.stride[0] == 1
     found = {
         replace(layer, batch=batch, height=height, width=width): SINGLE if batch == 1 else 1.0
-        for batch, height, width in (SIZES_OF_ONE_ROW if one_row else SIZES)
+        for batch, height, width in (SIZES_OF_ONE_ROW if layer.one_row else SIZES)
     }
     found = {size: weight for size, weight in found.items() if min(size.out_height, size.out_width) > 0}
     usual = {size: weight for size, weight in found.items() if size.elements <= MAX_ELEMENTS} or found
@@ -42,8 +41,7 @@ def usual_sizes(layer: Geometry) -> list[Geometry]:
     images of any size, and one pixel. Few sizes need another kernel."""
     sizes, _ = representative_sizes(of_any_size(layer))
     odd = [replace(size, width=size.width + 1) for size in sizes]
-    one_row = layer.kernel[0] == layer.stride[0] == 1
-    further = ONE_PIXEL if one_row else (*RAGGED_SIZES, *ONE_PIXEL)
+    further = ONE_PIXEL if layer.one_row else (*RAGGED_SIZES, *ONE_PIXEL)
     others = [replace(layer, batch=batch, height=height, width=width) for batch, height, width in further]
     return list(dict.fromkeys((*sizes, *odd, *filter(may_be_called, others))))
 

@@ -127,7 +127,7 @@ def _maps_of(layer: Problem) -> list[Geometry]:
     if g.height == g.width == 1:
         sizes = ONE_PIXEL
     else:
-        sizes = ROWS if g.kernel[0] == g.stride[0] == 1 else MAPS
+        sizes = ROWS if g.one_row else MAPS
     found = [replace(g, batch=batch, height=height, width=width) for batch, height, width in sizes]
     return [one for one in found if min(one.out_height, one.out_width) > 0]
 

@@ -40,8 +40,7 @@ def _is_narrow(layer: Geometry) -> bool:
         return True
     if layer.stride[1] > MAX_PHASES:
         return terms(layer) <= MULTIPLY_ADDS_OF_WIDE_STRIDES
-    one_row = layer.kernel[0] == layer.stride[0] == 1
-    batch, height, width = NOMINAL_ROW if one_row else NOMINAL_MAP
+    batch, height, width = NOMINAL_ROW if layer.one_row else NOMINAL_MAP
     nominal = replace(layer, batch=batch, height=height, width=width)
     return (
         terms(layer) <= MULTIPLY_ADDS_PER_OUTPUT

@@ -74,9 +74,8 @@ def computes(problem: Problem, tile: Tile) -> bool:
 def pool_of(layer: Problem, device: Device) -> tuple[Tile, ...]:
     """Returns the tiles that ``layer``, which ``of_any_size`` made, may have: the best for each nominal map, for rows
     of any length and for rows of a multiple of 16 bytes."""
-    one_row = layer.geometry.kernel[0] == layer.geometry.stride[0] == 1
     found: dict[Tile, None] = {}
-    for batch, height, width in SIZES_OF_ONE_ROW if one_row else SIZES:
+    for batch, height, width in SIZES_OF_ONE_ROW if layer.geometry.one_row else SIZES:
         sized = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
         if min(sized.geometry.out_height, sized.geometry.out_width) > 0:
             for multiples in _row_multiples(layer):

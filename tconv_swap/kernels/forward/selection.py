@@ -162,16 +162,15 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
     g = layer.geometry
     if layer.one_pixel:
         return [_sized(layer, batch, 1, 1) for batch in ONE_PIXEL_BATCHES], list(ONE_PIXEL_BATCHES.values())
-    one_row = g.kernel[0] == g.stride[0] == 1 < g.kernel[1] and g.padding[0] == 0
     is_head = g.out_channels <= FEW_CHANNELS
     weighted = representative_sizes(
-        one_row=one_row,
+        one_row=g.one_row,
         patches=g.kernel == g.stride,
         channels=ceil_div(g.in_channels_per_group, HEAD_COLUMNS if is_head else 1),
         further=(*FURTHER_SIZES, *LARGE_MAPS) if is_head or max(g.stride) == 1 else FURTHER_SIZES,
         unusual=() if layer.input_channels_last else RAGGED_SIZES,
     )
-    if not one_row:
+    if not g.one_row:
         weighted += [(size, UNUSUAL) for size in FEW_IMAGES]
     beyond: tuple[int, ...] = (0, 0)
     if layer.of_grad_input and not layer.input_channels_last:

@@ -93,8 +93,8 @@ class StridedProblem(TileProblem):
 
     @property
     def one_row(self) -> bool:
-        """Returns whether the layer is one of rows: neither its kernel nor its stride reaches into another one."""
-        return self.geometry.kernel[0] == self.step[0] == 1
+        """Returns whether the layer is of one dimension (``Geometry.one_row``)."""
+        return as_problem(self).geometry.one_row
 
     @cached_property
     def phases_used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -120,7 +120,7 @@ def representatives(layer: Problem) -> list[Representative]:
     if g.height == g.width == 1:
         return [Representative(_sized(g, *size), 1.0) for size in ONE_PIXEL]
     weighted = representative_sizes(
-        g.kernel[0] == g.stride[0] == 1,
+        g.one_row,
         g.kernel == g.stride,
         g.in_channels_per_group,
         FURTHER_SIZES,
@@ -147,6 +147,8 @@ def _read(problem: Problem) -> Problem:
 
 def _timed(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     """Yields the candidates of all families."""
+    if not sizes:
+        return
     yield from _of_implicit_gemm(layer, sizes, device)
     yield from _of_tma(layer, sizes, device)
     yield from _of_im2col_nchw(layer, sizes, device)
