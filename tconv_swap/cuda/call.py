@@ -23,7 +23,7 @@ from tconv_swap.geometry import Arguments, from_list
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.cast import plan_cast
 from tconv_swap.kernels.common.layer_sizes import other_sizes
-from tconv_swap.runtime import ahead, launch, nvrtc
+from tconv_swap.runtime import ahead, jit, launch, nvrtc
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import Output, Plan
 
@@ -290,12 +290,14 @@ def _kind_of_gradients(problem: plan.Problem, mask: Mask, index: int) -> CallKin
 
 def _plan_what_follows(kind: CallKind, made: Plan | None, later: Mask, backend: str) -> None:
     """Plans and compiles in the background what is probably called behind a forward pass by the plan ``made``: the
-    layers behind it, if it has kernels that are not loaded, and the gradients."""
-    is_new = made is not None and launch.missing_kernels(made, device_facts(kind.device).architecture)
+    layers behind it, if it has kernels that must be compiled, and the gradients."""
+    architecture = device_facts(kind.device).architecture
+    missing = [] if made is None else launch.missing_kernels(made, architecture)
+    compiles = not all(jit.is_on_disk(kernel, architecture) for kernel in missing)
     called = ExpectedLayer(kind.problem.geometry, kind.has_bias)
     followers = [
         kind._replace(problem=replace(kind.problem, geometry=layer.geometry), has_bias=layer.has_bias)
-        for layer in (expected.followers(called) if is_new else ())
+        for layer in (expected.followers(called) if compiles else ())
     ]
     for follower in followers:
         _plan_ahead(follower, backend)

@@ -31,10 +31,8 @@ MakePlans: TypeAlias = Callable[[], Iterable[Plan]]
 SOON, LATER = 0, 1
 #: What is added to the niceness of the threads that compile.
 NICENESS = 10
-#: Which part of the cores they use, and how many threads at the most. NVRTC gains nothing from more: on 16 cores 18
-#: kernels took 11.4 s in one thread, 3.6 in 4, 2.2 in 8 and 2.3 in 16, and the slowest of them 1.1 s alone, 1.4 beside
-#: 3 or 7 others and 2.3 beside 15.
-SHARE, MAX_THREADS = 2, 8
+#: The most of them, each of which waits for a process that compiles (``nvrtc_pool``). One core is left to the caller.
+MAX_THREADS = 16
 #: The ranks of a distributed run begin together. Each compiles so many kernels in an order of its own, so that it finds
 #: those of others on disk.
 _SHUFFLED = 4
@@ -58,7 +56,7 @@ def _planner() -> ThreadPoolExecutor:
 
 @lru_cache(maxsize=1)
 def _compilers() -> ThreadPoolExecutor:
-    threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // SHARE))
+    threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
     return ThreadPoolExecutor(threads, "tconv_swap-compiler", _be_nice)
 
 
@@ -103,7 +101,7 @@ def begin(
         try:
             for made in make_plans():
                 for kernel in launch.missing_kernels(made, architecture):
-                    if kernel not in requested and not jit.is_kept(kernel, architecture):
+                    if kernel not in requested and not jit.is_on_disk(kernel, architecture):
                         _compile_in_background(kernel, architecture, urgency, len(requested))
                         requested[kernel] = None
         except Exception as error:

@@ -185,6 +185,11 @@ def is_kept(kernel: Kernel, architecture: str) -> bool:
     return _read(_stem(kernel, architecture, render(kernel))) is not None
 
 
+def is_on_disk(kernel: Kernel, architecture: str) -> bool:
+    """Returns whether there is machine code of a kernel on disk, which may be damaged: it is not read."""
+    return _stem(kernel, architecture, render(kernel)).with_suffix(".cubin").exists()
+
+
 def _options(architecture: str) -> tuple[str, ...]:
     return (*OPTIONS, f"--gpu-architecture={architecture}")
 

@@ -1,4 +1,5 @@
-"""Calls NVRTC, NVIDIA's run-time compiler, by ctypes. Every CUDA build of torch includes it; it needs no GPU."""
+"""Finds NVRTC, NVIDIA's run-time compiler, and says what it compiles for. Every CUDA build of torch includes it; it
+needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+from tconv_swap.runtime import nvrtc_pool
+from tconv_swap.runtime.nvrtc_worker import Request, describe
 
 
 class CompileError(RuntimeError):
@@ -53,11 +57,20 @@ def _library() -> ctypes.CDLL:
     )
 
 
+@lru_cache(maxsize=1)
+def _library_path() -> str:
+    """Returns the path of the library that is loaded. It may lie where only torch looks for it."""
+    name = str(_library()._name)
+    if "/" in name:
+        return name
+    with open("/proc/self/maps") as maps:
+        paths = [Path(line.split(maxsplit=5)[-1].strip()) for line in maps]
+    return next((str(path) for path in paths if path.name.startswith(name)), name)
+
+
 def _check(code: int, what: str) -> None:
     if code != 0:
-        describe = _library().nvrtcGetErrorString
-        describe.restype = ctypes.c_char_p
-        raise CompileError(f"{what}: {describe(code).decode()}")
+        raise CompileError(f"{what}: {describe(_library(), code)}")
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +120,7 @@ def architecture_for(major: int, minor: int) -> str:
 def compile_cubin(
     source: str, name: str, headers: Mapping[str, str], options: Sequence[str]
 ) -> tuple[bytes, str]:
-    """Compile CUDA C++ to machine code.
+    """Compiles CUDA C++ to machine code, in a process beside this one.
 
     Args:
         source: the text; messages call it ``name``.
@@ -118,31 +131,10 @@ def compile_cubin(
         The cubin and the compiler's log.
 
     Raises:
+        NvrtcMissingError: there is no NVRTC.
         CompileError: with the log.
     """
-    library = _library()
-    program = ctypes.c_void_p()
-    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
-    names = (ctypes.c_char_p * len(headers))(*(key.encode() for key in headers))
-    _check(
-        library.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
-        ),
-        "nvrtcCreateProgram",
-    )
-    try:
-        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        code = library.nvrtcCompileProgram(program, len(options), flags)
-        size = ctypes.c_size_t()
-        _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
-        log = ctypes.create_string_buffer(size.value)
-        _check(library.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
-        text = log.value.decode(errors="replace")
-        if code != 0:
-            raise CompileError(f"{name} does not compile ({' '.join(options)}):\n{text}")
-        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
-        cubin = ctypes.create_string_buffer(size.value)
-        _check(library.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
-        return cubin.raw, text
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+    reply = nvrtc_pool.compile_program(_library_path(), Request(source, name, headers, options))
+    if reply.error:
+        raise CompileError(reply.error)
+    return reply.cubin, reply.log

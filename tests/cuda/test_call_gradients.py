@@ -25,7 +25,7 @@ from tconv_swap.cuda import call, expected
 from tconv_swap.geometry import Geometry, as_list
 from tconv_swap.kernels.common.layer_sizes import other_sizes
 from tconv_swap.measurement.modes import MODES
-from tconv_swap.runtime import launch
+from tconv_swap.runtime import jit, launch
 
 FOLLOWERS = expected.followers
 
@@ -89,6 +89,7 @@ def test_a_new_layer_is_planned_for_other_sizes(gpu: GPU, monkeypatch: pytest.Mo
 
 def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected, "followers", FOLLOWERS)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel, architecture: False)
     x, w, b = operands()
     shape = dict(batch=x.shape[0], in_channels=x.shape[1], height=1, width=1, out_channels=w.shape[1])
     of_layer = Geometry(**shape, kernel=(4, 4), stride=(2, 2), padding=(1, 1))
@@ -102,9 +103,13 @@ def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU, monkeypatch: 
     assert [one.shape for made in gradients for one in made.outputs] == [w.shape]
     shapes = {one.shape for made in gradients_behind for one in made.outputs}
     assert shapes == {y.shape, (y.shape[1], 24, 4, 4)}
+    with monkeypatch.context() as patched:
+        patched.setattr(jit, "is_on_disk", lambda kernel, architecture: True)
+        gpu.differentiable(x[:1], w, b)
+        assert len(gpu.begun) == 4
     monkeypatch.setattr(launch, "missing_kernels", lambda made, architecture: [])
-    gpu.differentiable(x[:1], w, b)  # whose kernels are loaded
-    assert len(gpu.begun) == 4
+    gpu.differentiable(x[:, :, 1:], w, b)  # whose kernels are loaded
+    assert len(gpu.begun) == 5
 
 
 def test_no_gradients_are_planned_where_none_are_wanted(gpu: GPU) -> None:

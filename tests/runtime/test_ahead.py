@@ -28,7 +28,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
     found: list[Kernel] = []
     monkeypatch.setattr(ahead, "_ended", {})
     monkeypatch.setattr(jit, "compile_kernel", lambda kernel, architecture: found.append(kernel))
-    monkeypatch.setattr(jit, "is_kept", lambda kernel, architecture: kernel in found)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel, architecture: kernel in found)
     yield found
     settled()
 
@@ -102,7 +102,7 @@ def test_what_is_needed_soon_is_compiled_first(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     monkeypatch.setattr(jit, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(jit, "is_kept", lambda kernel, architecture: False)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel, architecture: False)
     monkeypatch.setattr(ahead, "_ended", {})
     ahead._compilers.cache_clear()
     for kernel, urgency in zip(KERNELS, (ahead.LATER, ahead.LATER, ahead.SOON), strict=True):
@@ -190,7 +190,7 @@ def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
         "import time\n"
         "from tconv_swap.runtime import ahead, jit\n"
         "from tconv_swap.runtime.program import Kernel, Launch, Plan\n"
-        "jit.is_kept = lambda *_: False\n"
+        "jit.is_on_disk = lambda *_: False\n"
         "jit.compile_kernel = lambda kernel, _: (time.sleep(0.2), print(kernel.entry, flush=True))\n"
         "kernels = [Kernel(f'{i}.cu', str(i), ()) for i in range(200)]\n"
         "plan = Plan('', '', (), tuple(Launch(kernel, 1, 32, ()) for kernel in kernels))\n"

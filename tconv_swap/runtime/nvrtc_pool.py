@@ -1,0 +1,183 @@
+"""Compiles in processes beside this one.
+
+NVRTC in threads of one process has the throughput of less than five cores, whatever their number: on 16 cores of an
+H200's host 63 kernels took 6.6, 5.0 and 5.0 s in 4, 8 and 16 threads, and 6.0, 3.7 and 2.1 s in as many processes.
+A process starts in 50 ms and takes 30 MB; it ends when it has had nothing to do for ``IDLE_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tconv_swap.runtime import nvrtc_worker
+from tconv_swap.runtime.nvrtc_worker import READY, Reply, Request
+
+logger = logging.getLogger("tconv_swap")
+
+IDLE_SECONDS = 10.0
+#: An interpreter that has not answered after this time is none.
+START_SECONDS = 20.0
+
+#: What distinguishes workers: the path of NVRTC, and the niceness of the threads that they work for.
+_Kind = tuple[str, int]
+
+_lock = threading.Lock()
+#: Those that wait for a request, and since when; the last one is taken first.
+_idle: list[tuple[float, _Worker]] = []
+#: Whether a thread waits to end the idle ones.
+_is_watched = False
+#: Whether no process can be started: an embedded interpreter, or a system that forbids it.
+_cannot_start = False
+
+
+class _Worker:
+    """A process of nvrtc_worker.py, which has the niceness of the thread that starts it."""
+
+    def __init__(self, kind: _Kind) -> None:
+        """Raises OSError or EOFError: it does not start."""
+        self.kind = kind
+        directory = str(Path(kind[0]).parent)
+        paths = [directory, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", nvrtc_worker.__file__, kind[0]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # NVRTC looks for its built-in functions beside itself by this variable alone.
+            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        answered = select.poll()
+        answered.register(self._replies, select.POLLIN)
+        if not answered.poll(1000 * START_SECONDS) or os.read(self._replies.fileno(), len(READY)) != READY:
+            self._process.kill()
+            self.end()
+            raise EOFError(f"{sys.executable} does not answer as an interpreter")
+
+    def compile(self, request: Request) -> Reply:
+        """Raises OSError, EOFError or UnpicklingError: the process has ended."""
+        self._requests.write(pickle.dumps(tuple(request)))
+        self._requests.flush()
+        return Reply(*pickle.load(self._replies))
+
+    def end(self) -> None:
+        """Closes its input, by which it ends, and waits for its end."""
+        self.leave()
+        self._process.wait()
+
+    def leave(self) -> None:
+        """Closes this process's ends of its pipes."""
+        with suppress(OSError):
+            self._requests.close()
+        self._replies.close()
+
+
+def compile_program(library_path: str, request: Request) -> Reply:
+    """Compiles a program in a process beside this one; in this one where that cannot be started, or ends.
+
+    Args:
+        library_path: of NVRTC.
+    """
+    kind = library_path, _niceness()
+    worker = _taken(kind)
+    if worker is not None:
+        try:
+            reply = worker.compile(request)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            logger.info("a process that compiled has ended (%s): compiling in this one", error)
+            worker.end()
+        except BaseException:
+            worker.leave()
+            raise
+        else:
+            _give_back(worker)
+            return reply
+    return nvrtc_worker.compile_program(library_path, request)
+
+
+def _niceness() -> int:
+    with suppress(AttributeError, OSError):
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    return 0
+
+
+def _taken(kind: _Kind) -> _Worker | None:
+    """Returns an idle worker or a new one; None where none can be started."""
+    global _cannot_start
+    with _lock:
+        for place in reversed(range(len(_idle))):
+            if _idle[place][1].kind == kind:
+                return _idle.pop(place)[1]
+    # A frozen program is its own executable.
+    if _cannot_start or not sys.executable or getattr(sys, "frozen", False):
+        return None
+    try:
+        return _Worker(kind)
+    except (OSError, EOFError) as error:
+        logger.info("no process beside this one can compile (%s)", error)
+        _cannot_start = True
+        return None
+
+
+def _give_back(worker: _Worker) -> None:
+    global _is_watched
+    with _lock:
+        _idle.append((time.monotonic(), worker))
+        begins, _is_watched = not _is_watched, True
+    if begins:
+        try:
+            threading.Thread(target=_end_idle_ones, name="tconv_swap-idle", daemon=True).start()
+        except RuntimeError:  # the interpreter ends
+            _is_watched = False
+
+
+def _end_idle_ones() -> None:
+    """Ends workers that have had nothing to do, until there are no idle ones."""
+    global _is_watched
+    while True:
+        with _lock:
+            if not _idle:
+                _is_watched = False
+                return
+            left = _idle[0][0] + IDLE_SECONDS - time.monotonic()
+            worker = _idle.pop(0)[1] if left <= 0 else None
+        if worker is None:
+            time.sleep(left)
+        else:
+            worker.end()
+
+
+def end_all() -> None:
+    """Ends the workers that have nothing to do."""
+    with _lock:
+        ended, _idle[:] = list(_idle), []
+    for _, worker in ended:
+        worker.leave()
+    for _, worker in ended:
+        worker.end()
+
+
+def _forget_processes() -> None:
+    """Leaves the processes of the parent to it."""
+    global _lock, _is_watched
+    _lock = threading.Lock()  # a thread of the parent may have held it
+    for _, worker in _idle:
+        worker.leave()
+    _idle.clear()
+    _is_watched = False
+
+
+os.register_at_fork(after_in_child=_forget_processes)
+atexit.register(end_all)
