@@ -112,9 +112,22 @@ def pool(
 ) -> tuple[_Schedule, ...]:
     """Returns the schedules that are the best of a third of the sizes of a layer, and the best of those that compute
     ``any_size``. ``expected`` returns the time of a size that the schedule ``supports``."""
+    return best_of_sizes(
+        (
+            [(expected(problem, one), one) for one in candidates(problem) if supports(problem, one)]
+            for problem in problems[::EVERY]
+        ),
+        any_size,
+    )
+
+
+def best_of_sizes(
+    timed_of_sizes: Iterable[Sequence[tuple[float, _Schedule]]], any_size: Callable[[_Schedule], bool]
+) -> tuple[_Schedule, ...]:
+    """Returns the schedules that are the best of a size, and the best of those that compute ``any_size``, by the
+    expected times for each size."""
     found: dict[_Schedule, None] = {}
-    for problem in problems[::EVERY]:
-        timed = [(expected(problem, one), one) for one in candidates(problem) if supports(problem, one)]
+    for timed in timed_of_sizes:
         ranked = [one for _, one in sorted(timed, key=itemgetter(0))]
         found.update(dict.fromkeys(ranked[:BEST]))
         found.update(dict.fromkeys(islice(filter(any_size, ranked), BEST)))

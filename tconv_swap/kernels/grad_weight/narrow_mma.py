@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import gcd
+from math import gcd, inf
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_red
 from tconv_swap.kernels.common.hardware import REGISTERS
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.ranked import CLOCKS_OF_MICROSECOND, Ranked
-from tconv_swap.kernels.common.schedules import pool
+from tconv_swap.kernels.common.schedules import EVERY, best_of_sizes
 from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
@@ -91,7 +91,7 @@ def ranked(
     Workspace: at most 64 MiB.
     """
     found = [
-        Ranked(expected_clocks(problem, tile, device), partial(lower, problem, tile, device, with_bias))
+        Ranked(clocks_of_sizes(tile, [problem], device)[0], partial(lower, problem, tile, device, with_bias))
         for tile in among
         if supports_tile(problem, tile, with_bias)
     ]
@@ -112,14 +112,15 @@ def supports_tile(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bo
 
 def candidates(sizes: Sequence[Problem], device: Device) -> tuple[GradWeightTile, ...]:
     """Returns the tiles that a layer of these sizes may have."""
-    tiles = list(grad_weight_tiles(sizes[0], device))
-    return pool(
-        sizes,
-        lambda problem: _suiting(problem, tiles),
-        lambda *_: True,
-        lambda problem, tile: expected_clocks(problem, tile, device),
-        lambda tile: computes_any_size(sizes[0], tile),
-    )
+    compared = sizes[::EVERY]
+    widths = [_row_loads(problem) for problem in compared]
+    timed: list[list[tuple[float, GradWeightTile]]] = [[] for _ in compared]
+    for tile in grad_weight_tiles(sizes[0], device):
+        suited = [i for i, problem in enumerate(compared) if _suits(problem, tile, widths[i])]
+        clocks = clocks_of_sizes(tile, [compared[i] for i in suited], device)
+        for i, of_size in zip(suited, clocks, strict=True):
+            timed[i].append((of_size, tile))
+    return best_of_sizes(timed, lambda tile: computes_any_size(sizes[0], tile))
 
 
 def computes_any_size(layer: Problem, tile: GradWeightTile) -> bool:
@@ -316,21 +317,20 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     )
 
 
-def _suiting(problem: Problem, tiles: Iterable[GradWeightTile]) -> Iterator[GradWeightTile]:
-    """Yields those tiles of a layer that are compared for a size, which are some of those that compute it."""
-    geometry, channels_last = problem.geometry, problem.channels_last
-    height, width = geometry.height, geometry.width
-    asynchronous = problem.dtype == torch.float32
-    widths = load_widths(geometry, 1, False, problem.dtype.itemsize, asynchronous)
-    most_tiles = WORKSPACE_LIMIT_BYTES // _split_bytes(geometry)
-    for tile in tiles:
-        tile_h, tile_w = tile.grad_output.tile_h, tile.grad_output.tile_w
-        if (tile_w > 16 and tile_w >= 2 * width) or (tile_h > 1 and tile_h >= 2 * height):
-            continue
-        if not channels_last and (tile.grad_output.load not in widths or width % tile.input_vector):
-            continue
-        if ceil_div(width, tile_w) <= most_tiles:
-            yield tile
+def _row_loads(problem: Problem) -> tuple[int, ...]:
+    """Returns how many elements loads of rows in NCHW have that are compared for a size."""
+    return load_widths(problem.geometry, 1, False, problem.dtype.itemsize, problem.dtype == torch.float32)
+
+
+def _suits(problem: Problem, tile: GradWeightTile, row_loads: Sequence[int]) -> bool:
+    """Returns whether a tile of a layer is compared for a size: it computes it, and is not far larger than its map."""
+    tile_h, tile_w = tile.grad_output.tile_h, tile.grad_output.tile_w
+    if tile_w > 16 and tile_w >= 2 * problem.geometry.width:
+        return False
+    if tile_h > 1 and tile_h >= 2 * problem.geometry.height:
+        return False
+    loads = problem.channels_last or tile.grad_output.load in row_loads
+    return loads and supports_tile(problem, tile, False)
 
 
 def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
@@ -350,23 +350,33 @@ def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> in
     return count * ceil_div(load * problem.dtype.itemsize, 4)
 
 
-def expected_clocks(problem: Problem, tile: GradWeightTile, device: Device) -> float:
-    """Returns the expected clocks of a size that the tile supports."""
-    geometry, grad_output = problem.geometry, tile.grad_output
-    cut = cut_of(geometry, tile, device)
-    load = _input_load(problem, grad_output.block_groups, tile.m_tiles, tile.input_vector)
+def clocks_of_sizes(tile: GradWeightTile, sizes: Sequence[Problem], device: Device) -> list[float]:
+    """Returns the expected clocks of sizes of a layer; infinitely many where the tile does not support the size."""
+    if not sizes:
+        return []
+    layer, grad_output = sizes[0], tile.grad_output
+    geometry = layer.geometry
+    load = _input_load(layer, grad_output.block_groups, tile.m_tiles, tile.input_vector)
     rows_of_input = 1 if geometry.in_channels_per_group <= 8 else 2
     steps = grad_output.threads // 32 * (grad_output.tile_h * grad_output.tile_w // 8 // tile.warps_k)
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
-    work, warps = work_of(
-        problem,
-        tile_work(problem, grad_output, Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0)),
-        device,
-        tiles=cut.tiles,
-        blocks=cut.blocks,
-        resident=cut.resident,
-        chunks=1,
-        inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
-        partial_bytes=count * cut.splits if cut.splits > 1 else 0,
-    )
-    return CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_WEIGHT, warps)
+    of_tile = tile_work(layer, grad_output, Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0))
+    found = []
+    for problem in sizes:
+        if not supports_tile(problem, tile, False):
+            found.append(inf)
+            continue
+        cut = cut_of(problem.geometry, tile, device)
+        work, warps = work_of(
+            problem,
+            of_tile,
+            device,
+            tiles=cut.tiles,
+            blocks=cut.blocks,
+            resident=cut.resident,
+            chunks=1,
+            inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
+            partial_bytes=count * cut.splits if cut.splits > 1 else 0,
+        )
+        found.append(CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_WEIGHT, warps))
+    return found

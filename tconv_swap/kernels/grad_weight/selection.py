@@ -236,11 +236,9 @@ def _of_narrow_mma(layer: Problem, sizes: Sequence[Geometry], device: Device) ->
     posed = [replace(layer, geometry=geometry) for geometry in sizes]
     bias = [BIAS_SHARE * grad_weight_bias_clocks.clocks(problem) for problem in posed]
     for tile in grad_weight_narrow_mma.candidates(posed, device):
+        clocks = grad_weight_narrow_mma.clocks_of_sizes(tile, posed, device)
         times = [
-            grad_weight_narrow_mma.expected_clocks(problem, tile, device)
-            + (0.0 if grad_weight_narrow_mma.supports_tile(problem, tile, True) else of_bias)
-            if grad_weight_narrow_mma.supports_tile(problem, tile, False)
-            else math.inf
-            for problem, of_bias in zip(posed, bias, strict=True)
+            of_size + (0.0 if grad_weight_narrow_mma.supports_tile(problem, tile, True) else of_bias)
+            for of_size, problem, of_bias in zip(clocks, posed, bias, strict=True)
         ]
         yield Timed("narrow_mma", tile, times, grad_weight_narrow_mma.computes_any_size(layer, tile))
