@@ -1,7 +1,7 @@
 """The layers whose calls are expected, and which of them are probably called behind another one.
 
-``swap_layers`` names the layers of a network. A call of one of them whose kernels are not loaded finds those behind it,
-whose kernels are then compiled while its own are. Only the time of the first calls depends on it: a wrong guess
+``swap_layers`` names the layers of a network. A call of one of them whose kernels must be compiled finds those behind
+it, whose kernels are then compiled while its own are. Only the time of the first calls depends on it: a wrong guess
 compiles what nobody uses.
 """
 
