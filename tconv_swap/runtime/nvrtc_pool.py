@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from tconv_swap.runtime import nvrtc_worker
 from tconv_swap.runtime.nvrtc_worker import READY, Reply, Request
@@ -46,15 +45,11 @@ class _Worker:
     def __init__(self, kind: _Kind) -> None:
         """Raises OSError or EOFError: it does not start."""
         self.kind = kind
-        directory = str(Path(kind[0]).parent)
-        paths = [directory, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", nvrtc_worker.__file__, kind[0]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # NVRTC looks for its built-in functions beside itself by this variable alone.
-            env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 #: What the script writes when it has started.
@@ -81,6 +82,9 @@ def _result(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
 def main(library_path: str) -> None:
     # Ctrl-C reaches all processes of a terminal; this one ends with its parent, which closes its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # NVRTC opens its built-in functions by their name, which the loader need not find.
+    for path in Path(library_path).parent.glob("libnvrtc-builtins.so*"):
+        ctypes.CDLL(str(path))
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     replies.write(READY)
     replies.flush()
