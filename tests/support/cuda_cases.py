@@ -61,6 +61,8 @@ NAMED = {
         x=(3, 72, 6, 11), w=(72, 16, 2, 1), stride=(3, 4), output_padding=(2, 3)
     ),
     "padding beyond the kernel, strided": dict(x=(2, 40, 9, 12), w=(40, 16, 2, 2), stride=2, padding=3),
+    "rows are cropped": dict(x=(2, 64, 9, 16), w=(64, 48, 1, 3), stride=(1, 2), padding=(1, 1)),
+    "most is cropped": dict(x=(1, 16, 530, 533), w=(16, 8, 3, 3), padding=260),
     "one pixel, many taps": dict(x=(33, 72, 1, 1), w=(72, 40, 4, 4), stride=2),
     "4x4 map": dict(x=(5, 136, 4, 4), w=(136, 24, 4, 4), stride=2, padding=1),
     "one row": dict(x=(2, 136, 1, 70), w=(136, 24, 1, 16), stride=(1, 8), padding=(0, 4)),
