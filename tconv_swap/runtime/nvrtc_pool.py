@@ -102,6 +102,12 @@ def compile_program(library_path: str, request: Request) -> Reply:
     return nvrtc_worker.compile_program(library_path, request)
 
 
+def can_start() -> bool:
+    """Returns whether processes beside this one compile, as far as is known."""
+    # A frozen program is its own executable.
+    return bool(sys.executable) and not _cannot_start and not getattr(sys, "frozen", False)
+
+
 def _niceness() -> int:
     with suppress(AttributeError, OSError):
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -115,8 +121,7 @@ def _taken(kind: _Kind) -> _Worker | None:
         for place in reversed(range(len(_idle))):
             if _idle[place][1].kind == kind:
                 return _idle.pop(place)[1]
-    # A frozen program is its own executable.
-    if _cannot_start or not sys.executable or getattr(sys, "frozen", False):
+    if not can_start():
         return None
     try:
         return _Worker(kind)

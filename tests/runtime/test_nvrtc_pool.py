@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tconv_swap.cli import diagnosis
 from tconv_swap.runtime import nvrtc, nvrtc_pool, nvrtc_worker
 
 OPTIONS = ("--gpu-architecture=sm_90a",)
@@ -52,6 +53,7 @@ def comes_true(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 def test_one_process_compiles_in_turn_what_this_one_would() -> None:
     assert compiled() == compiled_here()
     first = process_ids()
+    assert "in a process beside this one" in diagnosis._nvrtc().text
     assert compiled(3) == compiled_here(3) != compiled_here()
     assert len(first) == 1
     assert process_ids() == first
@@ -103,6 +105,8 @@ def test_an_embedded_interpreter_compiles_in_its_own_process(
     assert compiled() == compiled_here()
     assert process_ids() == []
     assert nvrtc_pool._cannot_start == bool(executable)
+    assert not nvrtc_pool.can_start()
+    assert "in this process" in diagnosis._nvrtc().text
 
 
 def test_an_executable_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
