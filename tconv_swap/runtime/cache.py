@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import secrets
@@ -23,6 +24,9 @@ TUNED = ("tuned",)
 
 PROBE_BYTES = 64 << 10
 """About the size of a cubin. An empty file would not do: it can be created even where the disk is full."""
+
+ATTEMPTS = 10
+"""How often a file is written while others remove its directory, and a directory removed while others write into it."""
 
 
 @lru_cache(maxsize=1)
@@ -104,13 +108,24 @@ def _remove(directory: Path, owner: int) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``path`` whole or not at all: two processes may race for the same file.
+    """Writes ``path`` whole or not at all: two processes may race for the same file, and its directory may be removed
+    meanwhile.
 
     The umask decides its mode, so that users who share a directory can read each other's files.
 
     Raises:
         OSError: it cannot be written.
     """
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            _write_atomically(path, content)
+            break
+        except (FileNotFoundError, FileExistsError):  # the latter by mkdir, of a directory that is then gone
+            if not left:
+                raise
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by `tempfile`: only the owner can read the files that it creates.
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -170,11 +185,22 @@ def clear_cache(*, tuned: bool = True) -> list[str]:
     for part in COMPILED + TUNED * tuned:
         path = cache_directory() / part
         try:
-            if path.is_dir():
-                shutil.rmtree(path)
+            _remove_directory(path)
         except OSError as error:
             failed.append(f"{error.filename or path} was not removed ({error.strerror or error})")
     return failed
+
+
+def _remove_directory(path: Path) -> None:
+    for left in reversed(range(ATTEMPTS)):
+        if not path.is_dir():
+            break
+        try:
+            shutil.rmtree(path)
+            break
+        except OSError as error:
+            if not left or error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
 
 
 def csrc_directory() -> Path:

@@ -220,9 +220,14 @@ def _seal(cubin: bytes, log: str) -> str:
     return f"{len(cubin)} bytes, sha256 with this log {digest.hexdigest()}"
 
 
-@lru_cache(maxsize=16)
 def warn_of_unkept(directory: Path, reason: str) -> None:
-    """Warns once, however many kernels there are."""
+    """Warns once, however many kernels there are, and threads that compile them."""
+    with _lock:
+        _warn_of_unkept(directory, reason)
+
+
+@lru_cache(maxsize=16)
+def _warn_of_unkept(directory: Path, reason: str) -> None:
     logger.warning(
         "compiled kernels are not kept in %s (%s): the next process compiles them again", directory, reason
     )

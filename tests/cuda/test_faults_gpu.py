@@ -152,7 +152,12 @@ def test_the_cache_while_kernels_are_wanted(fault: str, tmp_path: Path) -> None:
     of_others = shutil.ignore_patterns("tmp*")  # who build it at this moment
     shutil.copytree(built, tmp_path / "cache" / "host" / built.name, ignore=of_others)
     faults = {
-        "removed": "import shutil; shutil.rmtree(cache.cache_directory())\n",
+        # Renamed first: while files are removed one by one, threads that compile ahead would write others.
+        "removed": (
+            "import shutil\n"
+            "gone = cache.cache_directory().rename(cache.cache_directory().with_name('gone'))\n"
+            "shutil.rmtree(gone)\n"
+        ),
         "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n",
     }
     code = NETWORKS + (

@@ -7,7 +7,10 @@ import logging
 import os
 import pwd
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,29 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         cache.write_atomically(tmp_path / "kernels" / "a", b"new")
     (file,) = (tmp_path / "kernels").iterdir()
     assert file.read_bytes() == b"old"
+
+
+def test_threads_write_while_the_cache_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    stop = threading.Event()
+
+    def write(thread: int) -> int:
+        count = 0
+        while not stop.is_set():
+            cache.write_atomically(tmp_path / "cache" / "kernels" / f"{thread}-{count % 50}", bytes(5000))
+            count += 1
+            time.sleep(0.001)
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        writing = [pool.submit(write, thread) for thread in range(4)]
+        try:
+            for _ in range(30):
+                time.sleep(0.02)
+                assert cache.clear_cache() == []
+        finally:
+            stop.set()
+        assert all(one.result() for one in writing)
 
 
 # Faults that are found first

@@ -8,8 +8,10 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,9 +42,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(jit.nvrtc, "version", lambda: (12, 8))
     monkeypatch.setattr(jit.nvrtc, "compile_cubin", compiler)
-    jit.warn_of_unkept.cache_clear()
+    jit._warn_of_unkept.cache_clear()
     yield compiler
-    jit.warn_of_unkept.cache_clear()
+    jit._warn_of_unkept.cache_clear()
 
 
 def files(directory: Path) -> tuple[Path, Path]:
@@ -209,3 +211,23 @@ def test_threads_that_wait_get_the_compilers_error(
                 one.result(20)
     monkeypatch.setattr(jit.nvrtc, "compile_cubin", compiler)
     assert jit.compile_kernel(KERNEL, "sm_80") == CUBIN
+
+
+def test_threads_warn_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a full disk, while the first warning is being written."""
+    warned: list[str] = []
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def warn(text: str, *arguments: object) -> None:
+        time.sleep(0.1)
+        warned.append(text % arguments)
+
+    monkeypatch.setattr(jit, "write_atomically", full)
+    monkeypatch.setattr(jit.logger, "warning", warn)
+    kernels = [replace(KERNEL, constants=(*KERNEL.constants, ("NUMBER", i))) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(jit.compile_kernel, kernels, ["sm_80"] * 4)) == [CUBIN] * 4
+    assert len(warned) == 1
+    assert "No space left on device" in warned[0]

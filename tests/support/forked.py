@@ -155,6 +155,7 @@ def _become(request: bytes, descriptors: list[int]) -> list[str]:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # which torch's import has looked up
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     given = dict(zip(numbers, descriptors, strict=True))
