@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from tconv_swap.cli import diagnosis
 from tconv_swap.runtime import nvrtc, nvrtc_pool, nvrtc_worker
@@ -26,6 +26,7 @@ SOURCE = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR;
 def _own_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     nvrtc_pool.end_all()
     monkeypatch.setattr(nvrtc_pool, "_cannot_start", False)
+    monkeypatch.setattr(nvrtc_pool, "_is_watched", False)  # by a thread that still sleeps for another test
     yield
     nvrtc_pool.end_all()
 
@@ -174,7 +175,7 @@ def test_no_process_outlives_its_caller(how: str) -> None:
         f"nvrtc.compile_cubin({SOURCE.replace('FACTOR', '2')!r}, 'scale.cu', {{}}, {OPTIONS!r})\n"
         f"print(nvrtc_pool._idle[0][1]._process.pid, flush=True)\n{end}\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", script, env=os.environ)
     assert done.returncode == (-9 if how == "kill" else 0), done.stderr
     worker = Path(f"/proc/{int(done.stdout)}/cmdline")
     assert comes_true(lambda: not (worker.exists() and worker.read_bytes()))
