@@ -5,6 +5,9 @@ with no kernel on disk ("cold", but with the C++ parts built); ours again with t
 process initialises CUDA and cuDNN by a call of PyTorch's layers with a size outside the stream, then times every call
 of the stream up to the end of the GPU's work, and does so a second time. It stops after ``--seconds``: the table
 compares the calls that all sides have finished, and gives their number.
+
+Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.9. With ``--rounds`` PyTorch's side and
+the warm one run so often, in turn, and each is the run with the median total, beside the totals of all.
 """
 
 from __future__ import annotations
@@ -63,12 +66,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measures the sides of a stream in separate processes; cold and warm share a cache that is empty at first."""
-    sides: dict[str, Any] = {}
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="tconv-swap-varying-") as cache:
         link_host_parts(Path(cache))
-        for side in SIDES:
-            sides[side] = _in_a_process(name, side, cache, options)
+        for side in (*SIDES, *(PYTORCH, WARM) * (options.rounds - 1)):
+            runs[side].append(_in_a_process(name, side, cache, options))
+    sides = {side: median_run(of_side) for side, of_side in runs.items()}
     return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": sides}
+
+
+def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the run with the median total, of an even number the shorter of two, with ``totals``, those of the first
+    pass of all runs in their order; the first run that failed, if one has."""
+    failed = [run for run in runs if "error" in run]
+    if failed:
+        return dict(failed[0])
+    totals = [sum(run["first"]) for run in runs]
+    median = sorted(range(len(runs)), key=totals.__getitem__)[(len(runs) - 1) // 2]
+    return {**runs[median], "totals": totals}
 
 
 def _in_a_process(name: str, side: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -177,9 +192,11 @@ def table(entries: Sequence[Mapping[str, Any]], head: bool = True) -> str:
                 lines.append(f"{start}  {side['error']}")
                 continue
             seconds, more = side["first"][:first], side["again"][:again]
+            totals = side.get("totals", ())
+            of_all = f"  {min(totals):.3f} to {max(totals):.3f}" if len(totals) > 1 else ""
             lines.append(
                 f"{start}{first:>5}/{entry['calls']:<3}{sum(seconds):>10.3f}{max(seconds, default=0):>10.3f}"
-                f"{again:>14}{sum(more):>10.3f}"
+                f"{again:>14}{sum(more):>10.3f}{of_all}"
             )
     return "\n".join(lines)
 
@@ -190,6 +207,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stream", action="append", choices=list(STREAMS), help="only this one (repeatable)")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="how long a process may call (default 10)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="how often PyTorch's side and the warm one run"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny networks and sizes, to try the program")

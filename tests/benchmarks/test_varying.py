@@ -65,6 +65,32 @@ def test_the_program_on_a_cpu(
     assert "mask-head" in capsys.readouterr().out
 
 
+def test_sides_run_in_turn_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"pytorch": iter([3.0, 1.0, 2.0]), "cold": iter([9.0]), "warm": iter([1.5, 4.0, 0.5])}
+    ran: list[str] = []
+
+    def run(name: str, side: str, *_: Any) -> dict[str, Any]:
+        ran.append(side)
+        return {"first": [next(seconds[side])], "again": [0.1]}
+
+    monkeypatch.setattr(varying, "_in_a_process", run)
+    options = varying.make_parser().parse_args(["--tiny", "--rounds", "3"])
+    entry = varying.measure("mask-head", options)
+    assert ran == ["pytorch", "cold", "warm", "pytorch", "warm", "pytorch", "warm"]
+    assert {side: run["first"] for side, run in entry["sides"].items()} == {
+        "pytorch": [2.0],
+        "cold": [9.0],
+        "warm": [1.5],
+    }
+    assert entry["sides"]["pytorch"]["totals"] == [3.0, 1.0, 2.0]
+    _, theirs, cold, warm = varying.table([entry]).splitlines()
+    assert theirs.endswith("1.000 to 3.000")
+    assert warm.endswith("0.500 to 4.000")
+    assert not cold.endswith("9.000")
+    failed = {"error": "killed"}
+    assert varying.median_run([{"first": [1.0], "again": []}, failed]) == failed
+
+
 def test_a_failing_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varying, "_in_a_process", lambda *_: {"error": "killed"})
     path = tmp_path / "varying.json"
