@@ -6,8 +6,9 @@ process initialises CUDA and cuDNN by a call of PyTorch's layers with a size out
 of the stream up to the end of the GPU's work, and does so a second time. It stops after ``--seconds``: the table
 compares the calls that all sides have finished, and gives their number.
 
-Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.9. With ``--rounds`` PyTorch's side and
-the warm one run so often, in turn, and each is the run with the median total, beside the totals of all.
+Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.9 (docs/first-calls.md). With
+``--rounds`` PyTorch's side and the warm one run so often, in turn, and each is the run with the median total, beside
+the totals of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compiles in processes beside this one.
 
 NVRTC in threads of one process has the throughput of less than five cores, whatever their number: on 16 cores of an
-H200's host 63 kernels took 6.6, 5.0 and 5.0 s in 4, 8 and 16 threads, and 6.0, 3.7 and 2.1 s in as many processes.
-A process starts in 50 ms and takes 30 MB; it ends when it has had nothing to do for ``IDLE_SECONDS``.
+H200's host 63 kernels took 6.6, 5.0 and 5.0 s in 4, 8 and 16 threads, and 6.0, 3.7 and 2.1 s in as many processes
+(docs/first-calls.md). A process starts in 50 ms and takes 30 MB; it ends when it has had nothing to do for
+``IDLE_SECONDS``.
 """
 
 from __future__ import annotations
