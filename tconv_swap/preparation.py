@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from tconv_swap.layer_calls import (
 )
 from tconv_swap.layer_state import LayerState
 from tconv_swap.op import SUPPORTED_DTYPES
-from tconv_swap.runtime import host, jit
+from tconv_swap.runtime import ahead, host, jit
 from tconv_swap.runtime.cache import cache_problem
 from tconv_swap.runtime.program import Kernel, Output, Plan
 
@@ -133,7 +134,7 @@ def prepare(
         called, blocks = _observed(model, inputs)
     variants = [one for each in called for one in _variants(each, dtypes, memory_formats)]
     stages = dict.fromkeys(stage for one in variants for stage in _stages(one, training))
-    plans = [made for stage in stages for made in _plans(stage, device, index)]
+    plans = ahead.make_all(partial(_plans, stage, device, index) for stage in stages)
     plans += [made for one in variants for made in _cast_plans(one, training)]
     plans += [made for one in variants for made in _evaluation_plans(one, model, device, index)]
     for block in blocks:

@@ -21,7 +21,7 @@ from tconv_swap.kernels.problem import Problem
 from tconv_swap.measurement.environment import cpu_name, environment
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import load_suite
-from tconv_swap.runtime import compiler, host, nvrtc, nvrtc_pool
+from tconv_swap.runtime import compiler, host, nvrtc, worker_pool
 from tconv_swap.runtime.cache import cache_problem, cache_use
 from tconv_swap.version import __version__
 
@@ -114,7 +114,7 @@ def _nvrtc() -> Finding:
     except (nvrtc.NvrtcMissingError, nvrtc.CompileError) as error:
         return Finding("NVRTC", "missing" if here else "note", first_line(error))
     took_ms = (time.perf_counter() - begin) * 1e3
-    where = "in a process beside this one" if nvrtc_pool.can_start() else "in this process: no other starts"
+    where = "in a process beside this one" if worker_pool.can_start() else "in this process: no other starts"
     compiles = f"compiles an empty kernel for {architecture} in {took_ms:.0f} ms {where}"
     return Finding("NVRTC", "ok", f"{version}, {compiles}")
 

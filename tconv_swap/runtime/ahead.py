@@ -18,20 +18,20 @@ from functools import lru_cache
 from itertools import count
 from typing import TypeAlias
 
-from tconv_swap.runtime import disk_cache, host, jit, launch
+from tconv_swap.runtime import disk_cache, host, jit, launch, worker_pool
 from tconv_swap.runtime.program import Kernel, Plan
 
 logger = logging.getLogger("tconv_swap")
 
-#: A pure function of data, which keeps its results. What it raises is logged: the call that needs the plans raises it
-#: again.
+#: A pure function of data, which keeps its results.
 MakePlans: TypeAlias = Callable[[], Iterable[Plan]]
 
 #: What is needed soon is compiled before what may be needed later.
 SOON, LATER = 0, 1
 #: What is added to the niceness of the threads that compile.
 NICENESS = 10
-#: The most of them, each of which waits for a process that compiles (``nvrtc_pool``). One core is left to the caller.
+#: The most threads that compile, and that plan. Each waits for a process that does (``worker_pool``). One core is left
+#: to the caller.
 MAX_THREADS = 16
 #: The ranks of a distributed run begin together. Each compiles so many kernels in an order of its own, so that it finds
 #: those of others on disk.
@@ -50,14 +50,16 @@ _numbers = count()
 
 @lru_cache(maxsize=1)
 def _planner() -> ThreadPoolExecutor:
-    # Planning holds the interpreter's lock, so that a second thread would gain nothing.
-    return ThreadPoolExecutor(1, "tconv_swap-planner")
+    return ThreadPoolExecutor(_threads(), "tconv_swap-planner", disk_cache.search_by, (worker_pool.call,))
 
 
 @lru_cache(maxsize=1)
 def _compilers() -> ThreadPoolExecutor:
-    threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
-    return ThreadPoolExecutor(threads, "tconv_swap-compiler", _be_nice)
+    return ThreadPoolExecutor(_threads(), "tconv_swap-compiler", _be_nice)
+
+
+def _threads() -> int:
+    return max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
 
 
 def _be_nice() -> None:
@@ -89,7 +91,8 @@ def begin(
 
     Args:
         key: what ``settle`` is called with before the same plans are made.
-        make_plans: yields those that are needed first before the others.
+        make_plans: yields those that are needed first before the others. What it raises is logged: the call that needs
+            the plans raises it again.
         make_others: further plans, which are made the same way later if a kernel of the first ones was missing.
         urgency: ``SOON`` or ``LATER``.
     """
@@ -126,6 +129,14 @@ def begin_others(key: Hashable, make_others: MakePlans, architecture: str) -> No
     """Makes plans that may be needed later than those of ``key``, and compiles their kernels the same way, with less
     priority."""
     begin((key, "others"), make_others, architecture, urgency=LATER)
+
+
+def make_all(jobs: Iterable[MakePlans]) -> list[Plan]:
+    """Returns the plans of all jobs, which are made at a time."""
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, "tconv_swap-planner", disk_cache.search_by, (worker_pool.call,)) as pool:
+        made = pool.map(lambda make_plans: list(make_plans()), jobs)
+        return [one for of_job in made for one in of_job]
 
 
 def settle(key: Hashable) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import pickle
+import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +23,16 @@ _Result = TypeVar("_Result")
 _SOURCES = ("geometry.py", "runtime/integers.py", "runtime/program.py", "kernels")
 _MAX_IN_MEMORY = 1024
 
+#: Of each thread: ``call(function, *arguments)`` returns what the function returns.
+_thread = threading.local()
+#: Of threads that need the same result one makes it, with the lock of its file.
+_locks: dict[Path, threading.Lock] = {}
+
+
+def search_by(call: Callable[..., Any]) -> None:
+    """Lets ``call`` make the results that this thread needs and that are not kept."""
+    _thread.call = call
+
 
 def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper[_Result]:
     """Decorates a pure function of a layer and a GPU whose arguments and results are plain data. Its results are kept
@@ -30,8 +42,14 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
     a pickle as by the library that lies beside it.
     """
 
-    def found(*arguments: Hashable) -> _Result:
+    def once(*arguments: Hashable) -> _Result:
         path = _path(f"{function.__module__}.{function.__qualname__}", arguments)
+        with _locks.setdefault(path, threading.Lock()):
+            found = kept_or_made(path, arguments)
+        _locks.pop(path, None)
+        return found
+
+    def kept_or_made(path: Path, arguments: tuple[Hashable, ...]) -> _Result:
         try:
             kept: _Result = pickle.loads(path.read_bytes())
             return kept
@@ -39,14 +57,18 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
             pass
         except Exception as error:  # whatever a damaged pickle raises
             logger.info("%s is planned again (%s)", path.name, error)
-        made = function(*arguments)
+        made: _Result = getattr(_thread, "call", _call)(function, *arguments)
         try:
             write_atomically(path, pickle.dumps(made))
         except OSError as error:
             logger.info("%s is not kept (%s)", path.name, error)
         return made
 
-    return lru_cache(maxsize=_MAX_IN_MEMORY)(functools.wraps(function)(found))
+    return lru_cache(maxsize=_MAX_IN_MEMORY)(functools.wraps(function)(once))
+
+
+def _call(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    return function(*arguments)
 
 
 def _path(name: str, arguments: tuple[Any, ...]) -> Path:
@@ -65,3 +87,7 @@ def sources_digest() -> bytes:
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(f"{file.name}\0".encode() + file.read_bytes())
     return digest.digest()
+
+
+# Threads of the parent, which do not run in a forked process, may hold them.
+os.register_at_fork(after_in_child=_locks.clear)

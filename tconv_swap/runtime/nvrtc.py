@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from tconv_swap.runtime import nvrtc_pool
-from tconv_swap.runtime.nvrtc_worker import Request, describe
+from tconv_swap.runtime import worker_pool
+from tconv_swap.runtime.nvrtc_program import Source, compile_program, describe
 
 
 class CompileError(RuntimeError):
@@ -134,7 +134,7 @@ def compile_cubin(
         NvrtcMissingError: there is no NVRTC.
         CompileError: with the log.
     """
-    reply = nvrtc_pool.compile_program(_library_path(), Request(source, name, headers, options))
-    if reply.error:
-        raise CompileError(reply.error)
-    return reply.cubin, reply.log
+    made = worker_pool.call(compile_program, _library_path(), Source(source, name, headers, options))
+    if made.error:
+        raise CompileError(made.error)
+    return made.cubin, made.log

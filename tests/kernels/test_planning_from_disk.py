@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.layer_sizes import other_sizes, usual_sizes
 from tconv_swap.measurement.suite import Layer, load_suite
-from tconv_swap.runtime import disk_cache
+from tconv_swap.runtime import disk_cache, worker_pool
 
 SUITE = {layer.name: layer for layer in load_suite().layers}
 #: Together they have kernels of every family that searches, each in one of the modes.
@@ -54,6 +56,51 @@ def test_a_new_process_plans_the_same_without_a_search(
     monkeypatch.setattr(disk_cache, "write_atomically", lambda path, content: pytest.fail(f"searches {path}"))
     assert digests(LAYERS) == searched
     forget()
+
+
+def test_processes_beside_this_one_search_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    searched: dict[str, int] = {}
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        found = worker_pool.call(function, *arguments)
+        assert repr(found) == repr(function(*arguments))
+        searched[function.__module__] = searched.get(function.__module__, 0) + 1
+        return found
+
+    monkeypatch.setattr(disk_cache, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(disk_cache._thread, "call", call, raising=False)
+    forget()
+    with caplog.at_level("INFO", "tconv_swap"):
+        digests(("centernet_dw", "unet1", "dcgan5"))
+    forget()
+    assert not caplog.text
+    assert searched.keys() == {one.__module__ for one in kept_functions()}
+    assert min(searched.values()) >= 2
+
+
+def test_of_threads_that_need_the_same_search_one_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Any] = []
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        searched.append(arguments)
+        time.sleep(0.05)
+        return function(*arguments)
+
+    def plan_as_others(_: int) -> str:
+        disk_cache.search_by(call)
+        return plan.plan_forward(problem, False, H200).digest
+
+    problem = plan.Problem(SUITE["unet1"].geometry, torch.float32, "tf32", False, False)
+    monkeypatch.setattr(disk_cache, "cache_directory", lambda: tmp_path)
+    forget()
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(plan_as_others, range(4)))) == 1
+    forget()
+    assert len(searched) == 1
 
 
 def sizes_of(layer: Layer, count: int) -> Iterator[Geometry]:

@@ -23,6 +23,21 @@ def plan_of(*kernels: Kernel) -> Plan:
     return Plan("family", "why", (), tuple(Launch(kernel, 1, 32, ()) for kernel in kernels))
 
 
+@pytest.fixture(autouse=True)
+def _one_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans one job after the other, and leaves no thread behind."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    forget_threads()
+    yield
+    forget_threads()
+
+
+def forget_threads() -> None:
+    for threads in (ahead._planner, ahead._compilers):
+        threads().shutdown()
+        threads.cache_clear()
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
     found: list[Kernel] = []
@@ -100,11 +115,9 @@ def test_what_is_needed_soon_is_compiled_first(monkeypatch: pytest.MonkeyPatch) 
         assert go_on.wait(20)
         compiled.append(kernel)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     monkeypatch.setattr(jit, "compile_kernel", compile_kernel)
     monkeypatch.setattr(jit, "is_on_disk", lambda kernel, architecture: False)
     monkeypatch.setattr(ahead, "_ended", {})
-    ahead._compilers.cache_clear()
     for kernel, urgency in zip(KERNELS, (ahead.LATER, ahead.LATER, ahead.SOON), strict=True):
         ahead.begin(kernel, lambda kernel=kernel: [plan_of(kernel)], "sm_90a", urgency=urgency)
         assert begun.wait(20)
@@ -134,6 +147,20 @@ def test_a_job_that_runs_is_waited_for_and_one_that_waits_is_cancelled(compiled:
     ahead.settle("no such job")
     settled()
     assert compiled == []
+
+
+def test_jobs_are_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    forget_threads()
+    together = threading.Barrier(3, timeout=20)
+    met: list[int] = []
+    for key in range(3):
+        ahead.begin(key, lambda: met.append(together.wait()) or [], "sm_90a")  # type: ignore[func-returns-value]
+    for key in range(3):
+        ahead.settle(key)
+    assert sorted(met) == [0, 1, 2]
+    made = ahead.make_all([lambda: [plan_of(KERNELS[together.wait() * 0])]] * 3)
+    assert made == [plan_of(KERNELS[0])] * 3
 
 
 def test_the_same_job_is_begun_once(compiled: list[Kernel]) -> None:
@@ -187,7 +214,8 @@ def test_a_forked_process_has_threads_of_its_own(compiled: list[Kernel]) -> None
 def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
     """A kernel takes 0.2 s here; of the plans and kernels that are queued, only those that have begun are made."""
     code = (
-        "import time\n"
+        "import os, time\n"
+        "os.cpu_count = lambda: 2\n"
         "from tconv_swap.runtime import ahead, jit\n"
         "from tconv_swap.runtime.program import Kernel, Launch, Plan\n"
         "jit.is_on_disk = lambda *_: False\n"

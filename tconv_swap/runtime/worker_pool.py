@@ -1,9 +1,9 @@
-"""Compiles in processes beside this one.
+"""Computes pure functions in processes beside this one.
 
-NVRTC in threads of one process has the throughput of less than five cores, whatever their number: on 16 cores of an
-H200's host 63 kernels took 6.6, 5.0 and 5.0 s in 4, 8 and 16 threads, and 6.0, 3.7 and 2.1 s in as many processes
-(docs/first-calls.md). A process starts in 50 ms and takes 30 MB; it ends when it has had nothing to do for
-``IDLE_SECONDS``.
+NVRTC in threads of one process has the throughput of less than five cores, whatever their number (on 16 cores of an
+H200's host 63 kernels took 6.6, 5.0 and 5.0 s in 4, 8 and 16 threads, and 6.0, 3.7 and 2.1 s in as many processes:
+docs/first-calls.md), and planning, which is Python, that of one. A process starts in 50 ms and takes 30 MB; it ends
+when it has had nothing to do for ``IDLE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, TypeVar
 
-from tconv_swap.runtime import nvrtc_worker
-from tconv_swap.runtime.nvrtc_worker import READY, Reply, Request
+from tconv_swap.runtime import worker
+from tconv_swap.runtime.worker import READY, Reply, Request
+
+_Result = TypeVar("_Result")
 
 logger = logging.getLogger("tconv_swap")
 
 IDLE_SECONDS = 10.0
 #: An interpreter that has not answered after this time is none.
 START_SECONDS = 20.0
-
-#: What distinguishes workers: the path of NVRTC, and the niceness of the threads that they work for.
-_Kind = tuple[str, int]
 
 _lock = threading.Lock()
 #: Those that wait for a request, and since when; the last one is taken first.
@@ -41,13 +42,14 @@ _cannot_start = False
 
 
 class _Worker:
-    """A process of nvrtc_worker.py, which has the niceness of the thread that starts it."""
+    """A process of worker.py. ``niceness``: that of the thread that starts it."""
 
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, niceness: int) -> None:
         """Raises OSError or EOFError: it does not start."""
-        self.kind = kind
+        self.niceness = niceness
+        flags = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", nvrtc_worker.__file__, kind[0]],
+            [sys.executable, *flags, worker.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -62,7 +64,7 @@ class _Worker:
             self.end()
             raise EOFError(f"{sys.executable} does not answer as an interpreter")
 
-    def compile(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> Reply:
         """Raises OSError, EOFError or UnpicklingError: the process has ended."""
         self._requests.write(pickle.dumps(tuple(request)))
         self._requests.flush()
@@ -80,31 +82,37 @@ class _Worker:
         self._replies.close()
 
 
-def compile_program(library_path: str, request: Request) -> Reply:
-    """Compiles a program in a process beside this one; in this one where that cannot be started, or ends.
+def call(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Returns ``function(*arguments)``, computed in a process beside this one; in this one where none can be started,
+    or where it ends or the function raises in it.
 
     Args:
-        library_path: of NVRTC.
+        function: a pure one of a module of this package that imports only the standard library, others of its kind
+            and dtypes of torch (``worker.py``).
+        arguments: data that can be pickled, as can the result.
     """
-    kind = library_path, _niceness()
-    worker = _taken(kind)
-    if worker is not None:
+    taken = _taken(_niceness())
+    if taken is not None:
+        request = Request(function.__module__, function.__qualname__, pickle.dumps(arguments))
         try:
-            reply = worker.compile(request)
+            reply = taken.answer(request)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            logger.info("a process that compiled has ended (%s): compiling in this one", error)
-            worker.end()
+            logger.info("a process beside this one has ended (%s): %s runs in this one", error, request.name)
+            taken.end()
         except BaseException:
-            worker.leave()
+            taken.leave()
             raise
         else:
-            _give_back(worker)
-            return reply
-    return nvrtc_worker.compile_program(library_path, request)
+            _give_back(taken)
+            if not reply.error:
+                result: _Result = pickle.loads(reply.result)
+                return result
+            logger.info("%s fails in a process beside this one (%s)", request.name, reply.error)
+    return function(*arguments)
 
 
 def can_start() -> bool:
-    """Returns whether processes beside this one compile, as far as is known."""
+    """Returns whether processes can be started beside this one, as far as is known."""
     # A frozen program is its own executable.
     return bool(sys.executable) and not _cannot_start and not getattr(sys, "frozen", False)
 
@@ -115,27 +123,27 @@ def _niceness() -> int:
     return 0
 
 
-def _taken(kind: _Kind) -> _Worker | None:
+def _taken(niceness: int) -> _Worker | None:
     """Returns an idle worker or a new one; None where none can be started."""
     global _cannot_start
     with _lock:
         for place in reversed(range(len(_idle))):
-            if _idle[place][1].kind == kind:
+            if _idle[place][1].niceness == niceness:
                 return _idle.pop(place)[1]
     if not can_start():
         return None
     try:
-        return _Worker(kind)
+        return _Worker(niceness)
     except (OSError, EOFError) as error:
-        logger.info("no process beside this one can compile (%s)", error)
+        logger.info("no process can be started beside this one (%s)", error)
         _cannot_start = True
         return None
 
 
-def _give_back(worker: _Worker) -> None:
+def _give_back(taken: _Worker) -> None:
     global _is_watched
     with _lock:
-        _idle.append((time.monotonic(), worker))
+        _idle.append((time.monotonic(), taken))
         begins, _is_watched = not _is_watched, True
     if begins:
         try:
@@ -153,29 +161,29 @@ def _end_idle_ones() -> None:
                 _is_watched = False
                 return
             left = _idle[0][0] + IDLE_SECONDS - time.monotonic()
-            worker = _idle.pop(0)[1] if left <= 0 else None
-        if worker is None:
+            idle = _idle.pop(0)[1] if left <= 0 else None
+        if idle is None:
             time.sleep(left)
         else:
-            worker.end()
+            idle.end()
 
 
 def end_all() -> None:
     """Ends the workers that have nothing to do."""
     with _lock:
         ended, _idle[:] = list(_idle), []
-    for _, worker in ended:
-        worker.leave()
-    for _, worker in ended:
-        worker.end()
+    for _, one in ended:
+        one.leave()
+    for _, one in ended:
+        one.end()
 
 
 def _forget_processes() -> None:
     """Leaves the processes of the parent to it."""
     global _lock, _is_watched
     _lock = threading.Lock()  # a thread of the parent may have held it
-    for _, worker in _idle:
-        worker.leave()
+    for _, one in _idle:
+        one.leave()
     _idle.clear()
     _is_watched = False
 

@@ -1,4 +1,4 @@
-"""Compiling in processes beside the caller's."""
+"""Compiling and planning in processes beside the caller's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from forked import run_python
 
 from tconv_swap.cli import diagnosis
-from tconv_swap.runtime import nvrtc, nvrtc_pool, nvrtc_worker
+from tconv_swap.runtime import nvrtc, nvrtc_program, worker_pool
 
 OPTIONS = ("--gpu-architecture=sm_90a",)
 SOURCE = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }'
@@ -24,11 +24,11 @@ SOURCE = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR;
 
 @pytest.fixture(autouse=True)
 def _own_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    nvrtc_pool.end_all()
-    monkeypatch.setattr(nvrtc_pool, "_cannot_start", False)
-    monkeypatch.setattr(nvrtc_pool, "_is_watched", False)  # by a thread that still sleeps for another test
+    worker_pool.end_all()
+    monkeypatch.setattr(worker_pool, "_cannot_start", False)
+    monkeypatch.setattr(worker_pool, "_is_watched", False)  # by a thread that still sleeps for another test
     yield
-    nvrtc_pool.end_all()
+    worker_pool.end_all()
 
 
 def compiled(factor: int = 2) -> bytes:
@@ -36,12 +36,12 @@ def compiled(factor: int = 2) -> bytes:
 
 
 def compiled_here(factor: int = 2) -> bytes:
-    request = nvrtc_worker.Request(SOURCE.replace("FACTOR", str(factor)), "scale.cu", {}, OPTIONS)
-    return nvrtc_worker.compile_program(nvrtc._library_path(), request).cubin
+    source = nvrtc_program.Source(SOURCE.replace("FACTOR", str(factor)), "scale.cu", {}, OPTIONS)
+    return nvrtc_program.compile_program(nvrtc._library_path(), source).cubin
 
 
 def process_ids() -> list[int]:
-    return [worker._process.pid for _, worker in nvrtc_pool._idle]
+    return [worker._process.pid for _, worker in worker_pool._idle]
 
 
 def comes_true(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -105,8 +105,8 @@ def test_an_embedded_interpreter_compiles_in_its_own_process(
     monkeypatch.setattr(sys, "executable", executable)
     assert compiled() == compiled_here()
     assert process_ids() == []
-    assert nvrtc_pool._cannot_start == bool(executable)
-    assert not nvrtc_pool.can_start()
+    assert worker_pool._cannot_start == bool(executable)
+    assert not worker_pool.can_start()
     assert "in this process" in diagnosis._nvrtc().text
 
 
@@ -115,7 +115,7 @@ def test_an_executable_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch
     silent.write_text("#!/bin/sh\nexec sleep 60\n")
     silent.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(silent))
-    monkeypatch.setattr(nvrtc_pool, "START_SECONDS", 0.2)
+    monkeypatch.setattr(worker_pool, "START_SECONDS", 0.2)
     begin = time.monotonic()
     assert compiled() == compiled_here()
     assert time.monotonic() - begin < 20
@@ -128,11 +128,11 @@ def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_processes_end_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc_pool, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(worker_pool, "IDLE_SECONDS", 0.05)
     for _ in range(2):
         compiled()
-        assert comes_true(lambda: not nvrtc_pool._idle)
-        assert comes_true(lambda: not nvrtc_pool._is_watched)
+        assert comes_true(lambda: not worker_pool._idle)
+        assert comes_true(lambda: not worker_pool._is_watched)
 
 
 def test_a_process_is_as_nice_as_the_thread_it_works_for() -> None:
@@ -160,7 +160,7 @@ def test_a_forked_process_has_its_own() -> None:
         code = 1
         with suppress(BaseException):
             code = int(process_ids() != [] or compiled(8) != compiled_here(8) or len(process_ids()) != 1)
-            nvrtc_pool.end_all()
+            worker_pool.end_all()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert compiled(7) == compiled_here(7)
@@ -171,9 +171,9 @@ def test_a_forked_process_has_its_own() -> None:
 def test_no_process_outlives_its_caller(how: str) -> None:
     end = "os.kill(os.getpid(), 9)" if how == "kill" else "pass"
     script = (
-        "import os\nfrom tconv_swap.runtime import nvrtc, nvrtc_pool\n"
+        "import os\nfrom tconv_swap.runtime import nvrtc, worker_pool\n"
         f"nvrtc.compile_cubin({SOURCE.replace('FACTOR', '2')!r}, 'scale.cu', {{}}, {OPTIONS!r})\n"
-        f"print(nvrtc_pool._idle[0][1]._process.pid, flush=True)\n{end}\n"
+        f"print(worker_pool._idle[0][1]._process.pid, flush=True)\n{end}\n"
     )
     done = run_python("-c", script, env=os.environ)
     assert done.returncode == (-9 if how == "kill" else 0), done.stderr
