@@ -16,7 +16,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -106,9 +106,9 @@ def _with_used_constants(plan: Plan) -> Plan:
         kernel = launch.kernel
         names = _names_in(kernel.source)
         constants = tuple(constant for constant in kernel.constants if constant[0] in names)
-        return replace(launch, kernel=replace(kernel, constants=constants))
+        return launch._replace(kernel=kernel._replace(constants=constants))
 
-    return replace(plan, launches=tuple(map(used, plan.launches)))
+    return plan._replace(launches=tuple(map(used, plan.launches)))
 
 
 def changed(before: Plans, after: Plans) -> dict[Stage, Prepared]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.ablation_rows import geometric_mean
@@ -40,7 +40,7 @@ def neighbours_of(geometry: Geometry) -> dict[str, Geometry]:
         for by in (-step, step):
             sizes = {field: getattr(g, field) + by for field in changed}
             if min(sizes.values()) > 0:
-                made = replace(g, **sizes)
+                made = g._replace(**sizes)
                 if min(made.output_shape) > 0:
                     found[f"{name} {by:+d}"] = made
     return found

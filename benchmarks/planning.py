@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -56,8 +55,7 @@ def _microseconds(layer: Geometry, bias: bool, stage: str, sizes: int) -> list[f
         for channels_last in (False, True):
             rng = random.Random(0)
             for i in range(KNOWN + sizes):
-                geometry = replace(
-                    layer,
+                geometry = layer._replace(
                     batch=rng.randint(1, 16),
                     height=1 if layer.height == 1 else rng.randint(5, 100),
                     width=rng.randint(5, 100),

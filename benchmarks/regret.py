@@ -119,7 +119,7 @@ def timed(calls: Mapping[str, Call], chosen: str, device: torch.device) -> Mappi
 def rows_of(prepared: Prepared, rows: Iterable[Row], device: Device) -> list[RegretRow]:
     """Returns the rows with a description of their plans."""
     layer = prepared.task.layer
-    problem = {**asdict(layer.geometry), "bias": layer.bias}
+    problem = {**layer.geometry._asdict(), "bias": layer.bias}
     return [
         RegretRow(
             **{one.name: getattr(row, one.name) for one in fields(Row)},

@@ -184,7 +184,7 @@ def _explain(called: OperatorCall, architecture: str | None, backward: bool) -> 
     masks: tuple[Mask, ...] = (FORWARD, (True, True, has_bias)) if backward else (FORWARD,)
     if on_cpu:
         # Only GPUs have TF32.
-        problem = replace(problem, precision="ieee")
+        problem = problem._replace(precision="ieee")
         where = str(device)
         stages = _on_cpu(problem, input, weight, layer.tconv_backend, masks[1] if backward else None)
     elif problem.dtype not in SUPPORTED_DTYPES:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 Pair = tuple[int, int]
 #: Stride, padding, output_padding, groups, dilation: hashable.
 Arguments = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """One transposed convolution: input ``[batch, in_channels, height, width]``, weight
     ``[in_channels, out_channels / groups, *kernel]``, output
     ``[batch, out_channels, out_height, out_width]``. Pairs are (vertical, horizontal)."""
@@ -122,7 +120,7 @@ class Geometry:
         )
 
     def with_batch(self, batch: int) -> Geometry:
-        return replace(self, batch=batch)
+        return self._replace(batch=batch)
 
     def __str__(self) -> str:
         def pair(value: Pair) -> str:

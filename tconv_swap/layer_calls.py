@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +62,7 @@ class OperatorCall(NamedTuple):
     def problem_on_gpu(self) -> plan.Problem:
         """Returns the same problem as our kernels compute it; raises the same errors."""
         problem = self.problem()
-        return replace(problem, channels_last=False) if problem.dtype == torch.float64 else problem
+        return problem._replace(channels_last=False) if problem.dtype == torch.float64 else problem
 
     @property
     def has_bias(self) -> bool:

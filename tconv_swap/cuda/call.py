@@ -115,10 +115,8 @@ def plan_call(
         ahead.settle((kind, backend))
         steps = (_forward_step(problem, kind.has_bias, kind.device, backend),)
         formats = _forward_formats(problem, tensors)
-        gradients = _kind_of_gradients(problem, (True, True, bias is not None), input.get_device())
-        is_pytorchs = steps[0].plan is None and all(
-            step.plan is None
-            for step in _gradient_steps(gradients.problem, gradients.mask, gradients.device, backend, "known")
+        is_pytorchs = steps[0].plan is None and not _plans_of(
+            _kind_of_gradients(problem, (True, True, kind.has_bias), kind.device), backend
         )
         _plan_what_follows(kind, steps[0].plan, tuple(later), backend)
     _notify(kind, backend)
@@ -296,7 +294,7 @@ def _plan_what_follows(kind: CallKind, made: Plan | None, later: Mask, backend: 
     compiles = not all(jit.is_on_disk(kernel, architecture) for kernel in missing)
     called = ExpectedLayer(kind.problem.geometry, kind.has_bias)
     followers = [
-        kind._replace(problem=replace(kind.problem, geometry=layer.geometry), has_bias=layer.has_bias)
+        kind._replace(problem=kind.problem._replace(geometry=layer.geometry), has_bias=layer.has_bias)
         for layer in (expected.followers(called) if compiles else ())
     ]
     for follower in followers:
@@ -330,7 +328,7 @@ def _plans_of_other_sizes(kind: CallKind, backend: str) -> Callable[[], Iterator
 
     def make_plans() -> Iterator[Plan]:
         for geometry in other_sizes(kind.problem.geometry):
-            yield from _plans_of(kind._replace(problem=replace(kind.problem, geometry=geometry)), backend)
+            yield from _plans_of(kind._replace(problem=kind.problem._replace(geometry=geometry)), backend)
 
     return make_plans
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
@@ -48,15 +47,15 @@ def followers(called: ExpectedLayer) -> list[ExpectedLayer]:
     """
     with _lock:
         left = dict(_layers)
-    left.pop(called._replace(geometry=replace(called.geometry, batch=1, height=1, width=1)), None)
+    left.pop(called._replace(geometry=called.geometry._replace(batch=1, height=1, width=1)), None)
     chain = [called]
     for one in chain:
         before = one.geometry
         channels = before.out_channels, 2 * before.out_channels
         for layer in [other for other in left if other.geometry.in_channels in channels]:
             del left[layer]
-            of_size = replace(
-                layer.geometry, batch=before.batch, height=before.out_height, width=before.out_width
+            of_size = layer.geometry._replace(
+                batch=before.batch, height=before.out_height, width=before.out_width
             )
             if may_be_called(of_size):
                 chain.append(layer._replace(geometry=of_size))

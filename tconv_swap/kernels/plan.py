@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
@@ -36,7 +35,7 @@ __all__ = [
 
 def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
     """Returns the same problem with the weight, or its gradient, in the given layout."""
-    return replace(problem, weight_channels_last=weight_channels_last)
+    return problem._replace(weight_channels_last=weight_channels_last)
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
@@ -113,7 +112,7 @@ def _gemm(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Pl
         return None
     compared = problem
     if not has_two_kernels(geometry):
-        compared = replace(problem, geometry=geometry.with_batch(NOMINAL_IMAGES))
+        compared = problem._replace(geometry=geometry.with_batch(NOMINAL_IMAGES))
     clocks = gradients_gemm.expected_clocks(compared, output_mask, device)
     if clocks == inf or expected_clocks(compared, output_mask, device) < clocks:
         return None

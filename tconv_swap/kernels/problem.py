@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from tconv_swap.geometry import Geometry
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """What planning knows of a GPU. ``architecture`` is NVRTC's name for it, such as ``"sm_90a"``."""
 
     architecture: str
@@ -30,8 +29,7 @@ def _compute_capability(architecture: str) -> int:
     return int(architecture.removeprefix("sm_").rstrip("af"))
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One transposed convolution to compute. ``precision``: ``"tf32"`` allows float32 products to be rounded
     to TF32, ``"ieee"`` does not. ``channels_last`` is the layout of every activation."""
 

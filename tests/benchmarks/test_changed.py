@@ -76,10 +76,10 @@ def with_kernel(plans: changed.Plans, **other: object) -> changed.Plans:
     """Returns the plans with kernels of which a field is another."""
 
     def launches(made: plan.Plan) -> tuple[plan.Launch, ...]:
-        return tuple(replace(one, kernel=replace(one.kernel, **other)) for one in made.launches)  # type: ignore[arg-type]
+        return tuple(one._replace(kernel=one.kernel._replace(**other)) for one in made.launches)  # type: ignore[arg-type]
 
     return {
-        key: (problem, made and replace(made, launches=launches(made)))
+        key: (problem, made and made._replace(launches=launches(made)))
         for key, (problem, made) in plans.items()
     }
 
@@ -87,7 +87,7 @@ def with_kernel(plans: changed.Plans, **other: object) -> changed.Plans:
 def test_a_constant_that_no_code_names_makes_no_difference(plans: changed.Plans) -> None:
     assert changed.changed(with_kernel(plans, constants=(("NO_CODE_NAMES_IT", 3),)), plans)
     named = {
-        key: (problem, made and replace(made, launches=tuple(map(_with_unnamed_constant, made.launches))))
+        key: (problem, made and made._replace(launches=tuple(map(_with_unnamed_constant, made.launches))))
         for key, (problem, made) in plans.items()
     }
     assert changed.changed(named, plans) == {}
@@ -95,7 +95,7 @@ def test_a_constant_that_no_code_names_makes_no_difference(plans: changed.Plans)
 
 def _with_unnamed_constant(launch: plan.Launch) -> plan.Launch:
     constants = (*launch.kernel.constants, ("NO_CODE_NAMES_IT", 3))
-    return replace(launch, kernel=replace(launch.kernel, constants=constants))
+    return launch._replace(kernel=launch.kernel._replace(constants=constants))
 
 
 def test_a_plan_of_a_kernel_that_is_gone_is_listed(

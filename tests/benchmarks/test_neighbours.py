@@ -38,9 +38,9 @@ EVERY = [
 def test_the_neighbours() -> None:
     found = neighbours_of(SMALL)
     assert list(found) == EVERY
-    assert found["height +1"] == replace(SMALL, height=6)
-    assert found["in_channels -8"] == replace(SMALL, in_channels=56)
-    alone = neighbours_of(replace(SMALL, batch=1, height=1, out_channels=8))
+    assert found["height +1"] == SMALL._replace(height=6)
+    assert found["in_channels -8"] == SMALL._replace(in_channels=56)
+    alone = neighbours_of(SMALL._replace(batch=1, height=1, out_channels=8))
     assert {"batch -1", "height -1", "out_channels -8"}.isdisjoint(alone)
     assert len(alone) == len(EVERY) - 3
 
@@ -58,7 +58,7 @@ def test_pytorch_takes_every_neighbour(layer: Layer) -> None:
 def test_channels_stay_divisible_by_groups() -> None:
     depthwise = Geometry(2, 32, 8, 8, 32, (4, 4), (2, 2), (1, 1), groups=32)
     found = neighbours_of(depthwise)
-    assert found["channels +8"] == replace(depthwise, in_channels=40, out_channels=40, groups=40)
+    assert found["channels +8"] == depthwise._replace(in_channels=40, out_channels=40, groups=40)
     grouped = Geometry(2, 96, 8, 8, 48, (4, 4), (2, 2), (1, 1), groups=3)
     found = neighbours_of(grouped)
     assert found["in_channels +24"].in_channels == 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ def row_of(layout: str, ours: float, pytorch: float, of_suite: bool = False) -> 
         chosen="ours",
         failures={},
         microseconds={"ours": ours, "pytorch": pytorch},
-        problem={**asdict(geometry), "kernel": [1, 1], "bias": False},
+        problem={**geometry._asdict(), "kernel": [1, 1], "bias": False},
         plans={},
     )
 

@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,7 +175,7 @@ def test_a_gradient_that_cudnn_computes_wrongly_stays_ours() -> None:
     """Narrower strides of as many channels are PyTorch's."""
     for dtype in (torch.float16, torch.bfloat16):
         for stride, ours in ((10, True), (9, False)):
-            geometry = replace(WIDE_STRIDE, stride=(1, stride))
+            geometry = WIDE_STRIDE._replace(stride=(1, stride))
             asked = plan.Problem(geometry, dtype, "ieee", False, False)
             (step,) = choose_backward(asked, (False, True, False), H200, "auto")
             assert (step.plan is not None) == ours

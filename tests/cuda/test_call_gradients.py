@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -93,7 +92,7 @@ def test_the_layer_behind_is_planned_with_the_first_call(gpu: GPU, monkeypatch: 
     x, w, b = operands()
     shape = dict(batch=x.shape[0], in_channels=x.shape[1], height=1, width=1, out_channels=w.shape[1])
     of_layer = Geometry(**shape, kernel=(4, 4), stride=(2, 2), padding=(1, 1))
-    behind = replace(of_layer, in_channels=of_layer.out_channels, out_channels=24)
+    behind = of_layer._replace(in_channels=of_layer.out_channels, out_channels=24)
     expected.expect([expected.ExpectedLayer(behind, has_bias=False)])
     y = gpu.differentiable(x, w.requires_grad_(), b)
     forward_behind, gradients_behind, gradients = ([*make_plans()] for make_plans in gpu.begun)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tconv_swap.cuda import expected
@@ -16,7 +14,7 @@ def layer(in_channels: int, out_channels: int, has_bias: bool = True) -> Expecte
 
 
 def sized(one: ExpectedLayer, batch: int, height: int, width: int) -> ExpectedLayer:
-    return one._replace(geometry=replace(one.geometry, batch=batch, height=height, width=width))
+    return one._replace(geometry=one.geometry._replace(batch=batch, height=height, width=width))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +37,7 @@ def test_a_layer_may_take_the_features_of_an_encoder_too() -> None:
 
 def test_a_size_that_no_layer_has_is_not_guessed() -> None:
     layers = [layer(64, 48), layer(48, 32)]
-    without_output = layers[1]._replace(geometry=replace(layers[1].geometry, padding=(99, 99)))
+    without_output = layers[1]._replace(geometry=layers[1].geometry._replace(padding=(99, 99)))
     expect([*layers, without_output])
     assert followers(sized(layers[0], 64, 512, 512)) == []  # 64 x 48 x 1024 x 1024
     assert followers(sized(layers[0], 1, 4, 4)) == [sized(layers[1], 1, 8, 8)]

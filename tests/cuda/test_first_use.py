@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,8 @@ NO_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory")
 
 
 def problem(height: int = 16, width: int = 16, batch: int = 8, **changes: Any) -> plan.Problem:
-    geometry = replace(LAYER, batch=batch, height=height, width=width)
-    return replace(plan.Problem(geometry, torch.float16, "ieee", False, False), **changes)
+    geometry = LAYER._replace(batch=batch, height=height, width=width)
+    return plan.Problem(geometry, torch.float16, "ieee", False, False)._replace(**changes)
 
 
 class Clock:

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def constants(made: Plan) -> dict[str, object]:
         (RGB, torch.float32, TURING, "narrow_ffma"),
         (WIDE_STRIDE, torch.float32, H200, "narrow_mma"),
         (WIDE_STRIDE, torch.float16, H200, "narrow_mma"),
-        (replace(WIDE_STRIDE, in_channels=33), torch.float16, H200, "general"),
+        (WIDE_STRIDE._replace(in_channels=33), torch.float16, H200, "general"),
     ],
     ids=str,
 )
@@ -87,12 +86,12 @@ POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
     ("geometry", "dtype", "copied"),
     [
         (MASK_HEAD, torch.float32, False),
-        (replace(MASK_HEAD, in_channels=512, out_channels=512), torch.float32, True),
-        (replace(MASK_HEAD, in_channels=512, out_channels=512), torch.float16, True),
-        (replace(MASK_HEAD, in_channels=32, kernel=(1, 2), stride=(1, 2)), torch.float32, False),
-        (replace(POSE, out_channels=256), torch.float32, True),
-        (replace(POSE, out_channels=256), torch.float16, True),
-        (replace(POSE, in_channels=64, out_channels=64, kernel=(3, 3)), torch.float16, False),
+        (MASK_HEAD._replace(in_channels=512, out_channels=512), torch.float32, True),
+        (MASK_HEAD._replace(in_channels=512, out_channels=512), torch.float16, True),
+        (MASK_HEAD._replace(in_channels=32, kernel=(1, 2), stride=(1, 2)), torch.float32, False),
+        (POSE._replace(out_channels=256), torch.float32, True),
+        (POSE._replace(out_channels=256), torch.float16, True),
+        (POSE._replace(in_channels=64, out_channels=64, kernel=(3, 3)), torch.float16, False),
     ],
     ids=str,
 )
@@ -239,7 +238,7 @@ def test_the_general_kernels_alone_compute_no_gradient_with_expected_clocks() ->
 def test_grids_pass_65535_blocks_in_their_only_dimension(dtype: torch.dtype, device: plan.Device) -> None:
     """A launch has one grid dimension, which may have 2^31 - 1 blocks."""
     # Without dilation, stride1 would compute such a large image with a few blocks.
-    made = forward(replace(HUGE, dilation=(2, 2)), dtype, device)
+    made = forward(HUGE._replace(dilation=(2, 2)), dtype, device)
     assert max(launch.grid for launch in made.launches) > 65535
     assert all(launch.grid < 2**31 for launch in made.launches)
 

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def sizes_of(layer: Layer, count: int) -> Iterator[Geometry]:
     one_row = g.kernel[0] == g.stride[0] == 1
     for _ in range(count):
         height, width = (1, rng.randint(2, 4000)) if one_row else (rng.randint(2, 200), rng.randint(2, 200))
-        size = replace(g, batch=rng.choice((1, 2, 4, 16, 37, 100)), height=height, width=width)
+        size = g._replace(batch=rng.choice((1, 2, 4, 16, 37, 100)), height=height, width=width)
         if min(size.out_height, size.out_width) > 0 and size.elements <= 1 << 28:
             yield size
 
@@ -121,7 +120,7 @@ def test_few_sizes_need_a_kernel_that_no_usual_size_has() -> None:
         problem = plan.Problem(layer.geometry, torch.float32, "tf32", False, False)
 
         def kernels_of(size: Geometry, problem: plan.Problem = problem, bias: bool = layer.bias) -> set[Any]:
-            posed = replace(problem, geometry=size)
+            posed = problem._replace(geometry=size)
             plans = (
                 plan.plan_forward(posed, bias, H200),
                 plan.plan_backward(posed, (True, True, bias), H200),

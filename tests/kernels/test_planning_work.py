@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyP
     first = list(ranked)
     assert set(first) == {"grad_input_tiles", "grad_weight_tiles"}
     # Another size of the layer ranks nothing.
-    other = replace(problem, geometry=replace(RGB, batch=3, height=77, width=130))
+    other = problem._replace(geometry=RGB._replace(batch=3, height=77, width=130))
     choice.choose_backward(other, (True, True, True), H200, "auto")
     choice.choose_backward(other, (False, True, False), H200, "kernel")
     assert ranked == first

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,7 +225,7 @@ def test_threads_warn_once(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(jit, "write_atomically", full)
     monkeypatch.setattr(jit.logger, "warning", warn)
-    kernels = [replace(KERNEL, constants=(*KERNEL.constants, ("NUMBER", i))) for i in range(4)]
+    kernels = [KERNEL._replace(constants=(*KERNEL.constants, ("NUMBER", i))) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(jit.compile_kernel, kernels, ["sm_80"] * 4)) == [CUBIN] * 4
     assert len(warned) == 1

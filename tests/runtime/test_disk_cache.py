@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,7 +99,7 @@ def test_kernels_are_the_same_from_disk() -> None:
 
 def test_what_a_problem_has_computed_does_not_change_its_file(directory: Path) -> None:
     """Properties that are computed once are kept in the problem, but are no part of it."""
-    planner, layers = Planner(), [of_any_size(LAYER), replace(of_any_size(LAYER))]
+    planner, layers = Planner(), [of_any_size(LAYER), of_any_size(LAYER)._replace()]
     planner.in_a_new_process()(layers[0], 4)
     assert (layers[1].flat, layers[1].positions, layers[1].phases) == (False, (64, 64), (2, 2))
     assert layers[0] == layers[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -92,8 +90,8 @@ def test_tensor_maps_and_structs_are_told_after_the_arguments() -> None:
         -1,
     ]
     assert words[-len(expected) :] == expected
-    in_im2col_mode = dataclasses.replace(boxed, box=(64, 200), corners=(-1, -2, 0, 1))
-    made = dataclasses.replace(made, launches=(dataclasses.replace(one, tensor_maps=(in_im2col_mode,)),))
+    in_im2col_mode = boxed._replace(box=(64, 200), corners=(-1, -2, 0, 1))
+    made = made._replace(launches=(one._replace(tensor_maps=(in_im2col_mode,)),))
     words = launch.plan_words(made, torch.bfloat16, "sm_90a", handles_of(made))
     expected = [*expected[:10], 4, *expected[11:18], 64, 200, 1, 2, 1, 1, -1, -2, 0, 1, *expected[-4:]]
     assert words[-len(expected) :] == expected

@@ -29,11 +29,10 @@ def small(layer: Layer) -> Layer:
     g = layer.geometry
     if g.taps > 256:
         kernel, stride, padding = ((a // 8, b // 8) for a, b in (g.kernel, g.stride, g.padding))
-        g = replace(g, kernel=kernel, stride=stride, padding=padding)
+        g = g._replace(kernel=kernel, stride=stride, padding=padding)
     per_group = (min(g.in_channels_per_group, 3), min(g.out_channels_per_group, 2))
     groups = min(g.groups, 2)
-    geometry = replace(
-        g,
+    geometry = g._replace(
         batch=2,
         in_channels=per_group[0] * groups,
         out_channels=per_group[1] * groups,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import torch
 from size_cases import random_output_padding
@@ -66,7 +65,7 @@ def random_case(rng: random.Random, dtype: torch.dtype, nhwc_copy: bool = False)
             rng.random() < 0.5,
         )
         if nhwc_copy:
-            posed = replace(posed, output_channels_last=False, nhwc_copy=True)
+            posed = posed._replace(output_channels_last=False, nhwc_copy=True)
         if forward_implicit_gemm.supports(posed, H200):
             found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].tma]
             if found:
@@ -144,7 +143,7 @@ def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]
             groups=groups,
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
-        posed = replace(posed, input_channels_last=True, nhwc_copy=True)
+        posed = posed._replace(input_channels_last=True, nhwc_copy=True)
         found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].by_rows]
         if found:
             return rng.choice(found)
@@ -168,7 +167,7 @@ def dense_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
             groups=groups,
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
-        posed = replace(posed, input_channels_last=True, nhwc_copy=True)
+        posed = posed._replace(input_channels_last=True, nhwc_copy=True)
         found = [
             (problem, shape)
             for problem, tile in forward_choice.candidates(posed, H200)
@@ -194,7 +193,7 @@ def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
             groups=groups,
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
-        posed = replace(posed, aligned=forward_layout.can_be_aligned(posed))
+        posed = posed._replace(aligned=forward_layout.can_be_aligned(posed))
         found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].pixel_major]
         if found:
             return rng.choice(found)
@@ -217,7 +216,7 @@ def split_case(rng: random.Random, dtype: torch.dtype, channels_last: bool) -> t
         posed = forward_layout.make_problem(
             geometry, dtype, "tf32", channels_last, channels_last, rng.random() < 0.5
         )
-        posed = replace(posed, aligned=not channels_last and forward_layout.can_be_aligned(posed))
+        posed = posed._replace(aligned=not channels_last and forward_layout.can_be_aligned(posed))
         found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].splits > 1]
         if found:
             problem, tile = rng.choice(found)

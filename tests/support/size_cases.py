@@ -4,7 +4,6 @@ csrc/kernels/common/sizes.cuh."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import torch
 
@@ -43,8 +42,7 @@ def random_sizes(rng: random.Random, layer: Geometry, limit: int = 200) -> Geome
             rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, limit))) for _ in "hw"
         )
         one_row = layer.height == layer.kernel[0] == 1
-        found = replace(
-            layer,
+        found = layer._replace(
             batch=rng.choice((1, 2, 8, rng.randint(1, 256))),
             height=1 if one_row else height,
             width=width,
@@ -58,13 +56,13 @@ def with_output_padding(rng: random.Random, layer: Geometry) -> Geometry:
     """Returns the layer with a random size and a random output_padding, which calls may change as well."""
     geometry = random_sizes(rng, layer)
     largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
-    return replace(geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
+    return geometry._replace(output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
 
 
 def any_size(rng: random.Random, layer: Geometry) -> Geometry:
     """Returns the same, or sometimes the layer's map of one pixel."""
     found = with_output_padding(rng, layer)
-    one_pixel = replace(found, height=1, width=1, output_padding=(0, 0))
+    one_pixel = found._replace(height=1, width=1, output_padding=(0, 0))
     if rng.random() < 0.05 and min(one_pixel.out_height, one_pixel.out_width) > 0:
         return one_pixel
     return found

@@ -4,7 +4,7 @@ csrc/kernels/common/epilogue.cuh."""
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -66,7 +66,7 @@ def with_epilogue(plan: Plan, epilogue: Epilogue) -> Plan | None:
         return plan
     if not _has_epilogue(last) or any(one is not None and output(0) in one.operands for one in before):
         return None
-    return replace(plan, launches=(*plan.launches[:-1], _change_epilogue(last, epilogue)))
+    return plan._replace(launches=(*plan.launches[:-1], _change_epilogue(last, epilogue)))
 
 
 def _has_epilogue(launch: Launch) -> bool:
@@ -81,8 +81,7 @@ def _change_epilogue(launch: Launch, epilogue: Epilogue) -> Launch:
     (numbers,) = struct.unpack("<q", struct.pack("<2f", epilogue.eps, epilogue.slope))
     argument = fields(_BIAS, *_VECTORS, int64(numbers))
     at = launch.arguments.index(_BIAS)
-    return replace(
-        launch,
-        kernel=replace(launch.kernel, constants=constants, spills=epilogue.activation not in _SMALL),
+    return launch._replace(
+        kernel=launch.kernel._replace(constants=constants, spills=epilogue.activation not in _SMALL),
         arguments=(*launch.arguments[:at], *argument, *launch.arguments[at + 1 :]),
     )

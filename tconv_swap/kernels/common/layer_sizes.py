@@ -6,7 +6,6 @@ A layer is a geometry whose batch, height and width do not matter (``of_any_size
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from math import gcd, log2
 
@@ -21,14 +20,14 @@ MAX_ELEMENTS = 1 << 28
 @lru_cache(maxsize=4096)
 def of_any_size(geometry: Geometry) -> Geometry:
     """Returns a geometry that is equal for all sizes of a layer."""
-    return replace(geometry, batch=1, height=_SIDE, width=_SIDE)
+    return geometry._replace(batch=1, height=_SIDE, width=_SIDE)
 
 
 @lru_cache(maxsize=1024)
 def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, ...]]:
     """Returns sizes that represent all sizes of a layer, and the weight of each."""
     found = {
-        replace(layer, batch=batch, height=height, width=width): SINGLE if batch == 1 else 1.0
+        layer._replace(batch=batch, height=height, width=width): SINGLE if batch == 1 else 1.0
         for batch, height, width in (SIZES_OF_ONE_ROW if layer.one_row else SIZES)
     }
     found = {size: weight for size, weight in found.items() if min(size.out_height, size.out_width) > 0}
@@ -40,9 +39,9 @@ def usual_sizes(layer: Geometry) -> list[Geometry]:
     """Returns sizes whose plans have the kernels of a layer: those that represent all, also with odd columns, and of
     images of any size, and one pixel. Few sizes need another kernel."""
     sizes, _ = representative_sizes(of_any_size(layer))
-    odd = [replace(size, width=size.width + 1) for size in sizes]
+    odd = [size._replace(width=size.width + 1) for size in sizes]
     further = ONE_PIXEL if layer.one_row else (*RAGGED_SIZES, *ONE_PIXEL)
-    others = [replace(layer, batch=batch, height=height, width=width) for batch, height, width in further]
+    others = [layer._replace(batch=batch, height=height, width=width) for batch, height, width in further]
     return list(dict.fromkeys((*sizes, *odd, *filter(may_be_called, others))))
 
 
@@ -54,7 +53,7 @@ def may_be_called(size: Geometry) -> bool:
 def other_sizes(size: Geometry) -> list[Geometry]:
     """Returns the sizes that a layer probably has beside this one: half and twice its batch, rows and columns; then the
     usual ones, the nearest first, by factors of the batch and of the map."""
-    size = replace(size, batch=max(1, size.batch))  # an empty batch says nothing of the next one
+    size = size._replace(batch=max(1, size.batch))  # an empty batch says nothing of the next one
 
     def distance(other: Geometry) -> float:
         batch = abs(log2(other.batch / size.batch))
@@ -66,7 +65,7 @@ def other_sizes(size: Geometry) -> list[Geometry]:
     )
     changes = [{name: each[name]} for each in (half, twice) for name in each]
     changes += [{name: each[name] for name in ("height", "width")} for each in (half, twice)]
-    near = [replace(size, **change) for change in changes]
+    near = [size._replace(**change) for change in changes]
     return list(dict.fromkeys((*filter(may_be_called, near), *sorted(usual_sizes(size), key=distance))))
 
 

@@ -8,7 +8,6 @@ bytes. Pure functions of data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -49,4 +48,4 @@ def reading_copies(
     first, *rest = (with_operands(launch, placed) for launch in launches)
     pads = [pad_rows(rows, places[rows.operand], dtype) for rows in copied]
     # The launch after the copies waits until they have ended, so the later ones may read them at once.
-    return (*pads, replace(first, overlaps_previous=False), *rest), memory.bytes
+    return (*pads, first._replace(overlaps_previous=False), *rest), memory.bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
@@ -93,7 +92,7 @@ def select_schedules(
     The first one computes ``any_size``, if such a candidate exists. ``expected`` returns the time of a size that the
     schedule ``supports``."""
     geometries = _maps_of(layer)
-    problems = [replace(layer, geometry=geometry) for geometry in geometries]
+    problems = [layer._replace(geometry=geometry) for geometry in geometries]
     found = pool(problems, candidates, supports, expected, any_size)
     times = {
         one: [expected(problem, one) if supports(problem, one) else math.inf for problem in problems]
@@ -141,7 +140,7 @@ def _maps_of(layer: Problem) -> list[Geometry]:
         sizes = ONE_PIXEL
     else:
         sizes = ROWS if g.one_row else MAPS
-    found = [replace(g, batch=batch, height=height, width=width) for batch, height, width in sizes]
+    found = [g._replace(batch=batch, height=height, width=width) for batch, height, width in sizes]
     return [one for one in found if min(one.out_height, one.out_width) > 0]
 
 

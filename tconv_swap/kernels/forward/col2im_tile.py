@@ -7,7 +7,7 @@ products of each output. A position stands for STRIDE_H x STRIDE_W outputs, one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
@@ -94,8 +94,8 @@ def column_tiles(problem: Problem, tile: Tile) -> tuple[int, int]:
 def _max_groups_of_layer(layer: Problem, tile: Tile) -> int:
     geometry, item = layer.geometry, layer.dtype.itemsize
     step = geometry.stride[1] * ceil_div(4, item * geometry.stride[1])
-    whole = replace(geometry, width=tile.columns).out_width
-    long = replace(layer, geometry=replace(geometry, width=2 * tile.columns))
+    whole = geometry._replace(width=tile.columns).out_width
+    long = layer._replace(geometry=geometry._replace(width=2 * tile.columns))
     return max(ceil_div(whole, step), column_tiles(long, tile)[0], 1)
 
 
@@ -195,7 +195,7 @@ def fits(problem: Problem, tile: Tile, device: Device) -> bool:
 
 def layer_of(problem: Problem) -> Problem:
     """Returns a problem that is the same for all sizes of a layer."""
-    return replace(problem, geometry=of_any_size(problem.geometry))
+    return problem._replace(geometry=of_any_size(problem.geometry))
 
 
 @lru_cache(maxsize=4096)

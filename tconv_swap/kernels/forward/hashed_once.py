@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
+
+_Data = TypeVar("_Data", bound="HashedOnce")
 
 
 class HashedOnce:
@@ -15,6 +17,12 @@ class HashedOnce:
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(self.__getstate__().values()))
+
+    def _replace(self: _Data, **changes: Any) -> _Data:
+        """Returns the same with other fields, as named tuples do: several times as fast as ``dataclasses.replace``."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__getstate__(), **changes)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # The fields alone: hashes differ from process to process, and what else was computed once can be again.

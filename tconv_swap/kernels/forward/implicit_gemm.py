@@ -4,7 +4,7 @@ computes, and what it launches. Pure functions of data."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import DTYPES
@@ -80,7 +80,7 @@ def read_as(problem: TileProblem) -> TileProblem:
     channels = _channels_of_copies(problem)
     if channels is None:
         return problem
-    return replace(problem, geometry=replace(problem.geometry, in_channels=channels))
+    return problem._replace(geometry=problem.geometry._replace(in_channels=channels))
 
 
 def copies_of(problem: TileProblem) -> tuple[Rows, ...]:
@@ -301,7 +301,7 @@ def lower(problem: TileProblem, tile: Tile, device: Device) -> Part:
         given = activation(geometry.input_shape, problem.dtype)
         source, used = workspace(used), used + round_up(given.bytes, 16)
         copying = transpose(given, input_(0), source, device)
-        launches.append(replace(copying, overlaps_previous=bool(launches)))
+        launches.append(copying._replace(overlaps_previous=bool(launches)))
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     maps: tuple[TensorMap, ...] = (input_map(problem, tile, source),) if tile.tma else ()
     if tile.nchw_stages:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from operator import itemgetter
@@ -90,7 +89,7 @@ class Schedule(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _of_geometry(problem: TileProblem, geometry: Geometry) -> TileProblem:
-    return replace(problem, geometry=geometry)
+    return problem._replace(geometry=geometry)
 
 
 class Timer:
@@ -114,6 +113,11 @@ class Timer:
     def clocks(self, seen: TileProblem) -> float:
         """Returns the expected clocks of a size; infinitely many if the kernel is not right for it."""
         return self.tile_for(seen)[0] if self.schedule.suits(seen) else math.inf
+
+
+@lru_cache(maxsize=1024)
+def _timer(schedule: Schedule, device: Device) -> Timer:
+    return Timer(schedule, device)
 
 
 def _split(schedule: Schedule, multiprocessors: int) -> Callable[[TileProblem], tuple[float, Tile]]:
@@ -161,7 +165,7 @@ def _with_other_tiles(sizes: Sequence[TileProblem]) -> Iterator[TileProblem]:
     for size in sizes:
         rows, cols = size.positions
         few = size.geometry.batch * rows * cols <= FEW_POSITIONS
-        kinds = rows_of_16(rows), row_fragments(size), few, can_be_aligned(replace(size, aligned=True))
+        kinds = rows_of_16(rows), row_fragments(size), few, can_be_aligned(size._replace(aligned=True))
         tiles = power_above(rows), power_above(cols), kinds
         if tiles not in found:
             found.add(tiles)
@@ -175,7 +179,7 @@ def of_size(problem: TileProblem, device: Device) -> Iterator[Schedule]:
 
 def _seen_and_kernels(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Schedule]]:
     """Yields the same, each after the problem as it sees this."""
-    aligned = replace(problem, aligned=True)
+    aligned = problem._replace(aligned=True)
     both = not problem.input_channels_last and can_be_aligned(aligned)
     for posed in (problem, aligned) if both else (problem,):
         for seen, tile in candidates(posed, device):
@@ -189,6 +193,6 @@ def ranked(
     found = []
     for one in among:
         if (seen := one.sees(problem)) is not None:
-            clocks, tile = Timer(one, device).tile_for(seen)
+            clocks, tile = _timer(one, device).tile_for(seen)
             found.append((clocks, seen, tile))
     return sorted(found, key=itemgetter(0))

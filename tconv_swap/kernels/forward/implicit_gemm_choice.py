@@ -4,7 +4,6 @@ which forward/selection.py selects by their expected clocks. Pure functions of d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, product
 
@@ -94,7 +93,7 @@ def _stacked(problem: TileProblem) -> TileProblem:
     rows = 64 // max(16, power_above(channels))
     if rows <= 1 or rows % stride or problem.geometry.dilation[0] != 1:
         return problem
-    return replace(problem, stack=rows)
+    return problem._replace(stack=rows)
 
 
 def _tma_nchw_tiles(problem: TileProblem) -> Iterator[Depths]:

@@ -7,7 +7,7 @@ same inputs apart from the shift of each tap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import NamedTuple
@@ -310,7 +310,7 @@ def make_problem(
         dtype, "IEEE" if math == "ieee" else "TF32"
     )
     return TileProblem(
-        geometry if stride == geometry.stride else replace(geometry, stride=stride),
+        geometry if stride == geometry.stride else geometry._replace(stride=stride),
         dtype,
         precision,
         channels_last or one_pixel,
@@ -338,7 +338,7 @@ def of_any_size(problem: TileProblem) -> TileProblem:
     """Returns a problem that is the same for all sizes of a layer, except that maps of one pixel have one of their own,
     because their stride may differ (``make_problem``)."""
     side = 1 if problem.one_pixel else 64
-    return _the_same(replace(problem, geometry=replace(problem.geometry, batch=1, height=side, width=side)))
+    return _the_same(problem._replace(geometry=problem.geometry._replace(batch=1, height=side, width=side)))
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.kernels.forward.implicit_gemm_tma_choice import Depths, tma_tiles
@@ -13,7 +12,7 @@ def tma_tiles_of_nchw(problem: TileProblem) -> Iterator[tuple[TileProblem, Depth
     """Yields tiles for an NCHW problem: of aligned images those that load the input in its own layout, of others those
     that load a copy in channels_last."""
     if not problem.aligned:
-        yield from tma_tiles(replace(problem, input_channels_last=True, nhwc_copy=True))
+        yield from tma_tiles(problem._replace(input_channels_last=True, nhwc_copy=True))
     elif problem.item == 2 and problem.flat:
         for posed, depths in tma_tiles(problem):
             if supports_pixel_major(posed, next(depths())):

@@ -4,7 +4,6 @@ size (docs/kernels/forward/implicit_gemm_tma.md). Pure functions of data."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tconv_swap.kernels.forward.implicit_gemm_fit import fit_rows, multiplied_fragments, tile_fragments
@@ -57,7 +56,7 @@ def tma_tiles(problem: TileProblem) -> Iterator[tuple[TileProblem, Depths]]:
     # A block with half of the phases has more positions, of which maps may have too few.
     variants = [problem]
     if problem.phases == (2, 2):
-        variants.append(replace(problem, block_phases=(1, 2)))
+        variants.append(problem._replace(block_phases=(1, 2)))
     if fragments := row_fragments(problem):
         tile = _row_tile(problem, fragments)
         yield from ((problem, depths) for depths in _depths(problem, tile, ROW_STAGES))

@@ -3,7 +3,6 @@ forward/narrow_ffma.py have tiles for them. Pure functions of data."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
@@ -41,7 +40,7 @@ def _is_narrow(layer: Geometry) -> bool:
     if layer.stride[1] > MAX_PHASES:
         return terms(layer) <= MULTIPLY_ADDS_OF_WIDE_STRIDES
     batch, height, width = NOMINAL_ROW if layer.one_row else NOMINAL_MAP
-    nominal = replace(layer, batch=batch, height=height, width=width)
+    nominal = layer._replace(batch=batch, height=height, width=width)
     return (
         terms(layer) <= MULTIPLY_ADDS_PER_OUTPUT
         and nominal.macs <= MULTIPLY_ADDS_PER_ELEMENT * nominal.elements
@@ -52,7 +51,7 @@ def as_exact(problem: Problem) -> Problem:
     """Returns the problem without TF32 where it is narrow and cuDNN computes it in float32 even if TF32 is allowed:
     tiles of TF32 would be less exact than what they replace."""
     if problem.is_tf32 and not rounds(problem.geometry) and is_narrow(problem.geometry):
-        return replace(problem, precision="ieee")
+        return problem._replace(precision="ieee")
     return problem
 
 

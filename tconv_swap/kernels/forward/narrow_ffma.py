@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.dtypes import DTYPES
@@ -34,7 +33,7 @@ MULTIPLY_ADDS = {2: 48, 4: 512}
 
 def candidates(sizes: Sequence[Problem], device: Device) -> tuple[Tile, ...]:
     """Returns the tiles that a layer of these sizes may have; none for a layer that is not narrow."""
-    layer = replace(sizes[0], geometry=of_any_size(sizes[0].geometry))
+    layer = sizes[0]._replace(geometry=of_any_size(sizes[0].geometry))
     return pool_of(layer, device) if _is_candidate(layer, device) else ()
 
 

@@ -4,7 +4,6 @@ size. Pure functions of data."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from math import gcd, log2, sqrt
 
 import torch
@@ -76,7 +75,7 @@ def pool_of(layer: Problem, device: Device) -> tuple[Tile, ...]:
     of any length and for rows of a multiple of 16 bytes."""
     found: dict[Tile, None] = {}
     for batch, height, width in SIZES_OF_ONE_ROW if layer.geometry.one_row else SIZES:
-        sized = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+        sized = layer._replace(geometry=layer.geometry._replace(batch=batch, height=height, width=width))
         if min(sized.geometry.out_height, sized.geometry.out_width) > 0:
             for multiples in _row_multiples(layer):
                 found.update(dict.fromkeys(rank(sized, device, multiples)[:COMPETITORS]))
@@ -88,7 +87,7 @@ def of_size(problem: Problem, device: Device) -> list[Tile]:
     geometry = problem.geometry
     return [
         tile
-        for multiples in _row_multiples(replace(problem, geometry=of_any_size(geometry)))
+        for multiples in _row_multiples(problem._replace(geometry=of_any_size(geometry)))
         if geometry.width % multiples[0] == 0 == geometry.out_width % multiples[1]
         for tile in rank(problem, device, multiples)
     ]

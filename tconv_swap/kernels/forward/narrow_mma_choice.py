@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -76,7 +75,7 @@ def of_size(problem: Problem, device: Device) -> Iterator[Tile]:
 
 
 def _of_any_size(problem: Problem) -> Problem:
-    return replace(problem, geometry=of_any_size(problem.geometry))
+    return problem._replace(geometry=of_any_size(problem.geometry))
 
 
 def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,7 @@ size. Pure functions of data."""
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 
 from tconv_swap.kernels.common.dtypes import DTYPES
@@ -51,17 +51,18 @@ def part_candidates(problem: TileProblem, device: Device, count: int, further: b
     """Returns the same of a forward pass, or of a gradient of the input that is one."""
     if problem.dtype not in DTYPES or problem.geometry.batch == 0:
         return []
-    found = ranked(problem, device)[:count]
+    found = [*ranked(problem, device)[:count]]
     if further and len(found) < count:
         found += _ranked(kernels_for(problem, device), problem, device)
     parts = dict.fromkeys(one.make() for one in found[: 2 * count])
     return list(parts)[:count]
 
 
-def ranked(problem: TileProblem, device: Device) -> list[Ranked]:
+@lru_cache(maxsize=256)
+def ranked(problem: TileProblem, device: Device) -> tuple[Ranked, ...]:
     """Returns the parts of the layer's kernels with their expected clocks: the one that is expected to be the fastest,
-    then the best of each family in turn."""
-    return _ranked(kernels_of(of_any_size(problem), device), problem, device)
+    then the best of each family in turn. (The plans of a gradient of the input ask several times.)"""
+    return tuple(_ranked(kernels_of(of_any_size(problem), device), problem, device))
 
 
 def _ranked(kernels: Kernels, problem: TileProblem, device: Device) -> list[Ranked]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tconv_swap.geometry import Geometry
@@ -189,7 +189,7 @@ def representatives(layer: TileProblem) -> tuple[list[TileProblem], list[float]]
 
 
 def _sized(layer: TileProblem, batch: int, height: int, width: int) -> TileProblem:
-    return replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+    return layer._replace(geometry=layer.geometry._replace(batch=batch, height=height, width=width))
 
 
 def limit_of(layer: TileProblem, device: Device) -> int:
@@ -203,7 +203,7 @@ def limit_of(layer: TileProblem, device: Device) -> int:
 
 def _of_pixels(layer: TileProblem, device: Device) -> int:
     """Returns how many kernels maps of one pixel may have, where they have kernels of their own."""
-    pixel = replace(as_problem(layer), geometry=replace(layer.geometry, height=1, width=1))
+    pixel = as_problem(layer)._replace(geometry=layer.geometry._replace(height=1, width=1))
     return 2 if has_two_kernels(layer.geometry) and forward_gemm.supports(pixel, device) else 1
 
 
@@ -213,5 +213,5 @@ def _of_gradient_of_pixels(convolution: Geometry, device: Device) -> int:
     # The layer's own padding is what its gradient lacks of whole taps.
     rows, columns = (dilation * (kernel - 1) - padding for kernel, padding, dilation in of_axes)
     inputs, outputs = convolution.out_channels, convolution.in_channels
-    layer = replace(convolution, in_channels=inputs, out_channels=outputs, padding=(rows, columns))
+    layer = convolution._replace(in_channels=inputs, out_channels=outputs, padding=(rows, columns))
     return kernels_of_gradient(layer, may_begin(layer), device)

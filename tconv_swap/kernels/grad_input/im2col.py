@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
@@ -129,7 +128,7 @@ def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132)
     )
     launches = [main]
     if rows is not None:
-        launches = [pad_rows(rows, partial_bytes, problem.dtype), replace(main, overlaps_previous=True)]
+        launches = [pad_rows(rows, partial_bytes, problem.dtype), main._replace(overlaps_previous=True)]
     if split:
         launches.append(reduce_launch(problem, tile.splits, 0, count))
     return Part(

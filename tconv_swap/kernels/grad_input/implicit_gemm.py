@@ -10,7 +10,7 @@ clocks computes a size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf, log
 
@@ -96,6 +96,7 @@ def part_candidates(problem: Problem, device: Device, count: int, further: bool 
     return list(parts)[:count]
 
 
+@lru_cache(maxsize=256)
 def expected_clocks(problem: Problem, device: Device) -> float:
     """Returns the expected clocks of the part that ``plan_grad_input`` returns; infinitely many where there is none."""
     problem = as_exact(problem, device)
@@ -103,10 +104,10 @@ def expected_clocks(problem: Problem, device: Device) -> float:
         copied = _copied(problem, channels)
         if not copies_fit(copied, problem.dtype):
             return inf
-        wider = replace(problem, geometry=replace(problem.geometry, out_channels=channels))
+        wider = problem._replace(geometry=problem.geometry._replace(out_channels=channels))
         return expected_clocks(wider, device) + copies_clocks(copied, problem.dtype)
     if by_forward_kernels(problem, device):
-        found = tuple(forward_plan.ranked(as_forward(problem), device))
+        found = forward_plan.ranked(as_forward(problem), device)
     else:
         found = ranked(problem, device)
     return found[0].clocks if found else inf
@@ -120,6 +121,7 @@ def channels_of_copies(problem: Problem, device: Device) -> int | None:
     return padded_channels(problem, problem.geometry.out_channels)
 
 
+@lru_cache(maxsize=256)
 def by_forward_kernels(problem: Problem, device: Device) -> bool:
     """Returns whether kernels of the forward pass compute the problem, as they do at stride 1."""
     convolution = as_convolution(problem)
@@ -194,7 +196,7 @@ def _ranked_here(among: Iterable[Schedule], convolution: StridedProblem, device:
 def _of_stride_one(problem: Problem, device: Device, count: int, further: bool) -> list[Part]:
     """Returns the parts of a problem without strides, by the kernels of the forward pass."""
     return [
-        replace(one, launches=reading_backward(one.launches))
+        one._replace(launches=reading_backward(one.launches))
         for one in forward_plan.part_candidates(as_forward(problem), device, count, further)
     ]
 
@@ -206,7 +208,7 @@ def _of_more_channels(
     copied = _copied(problem, channels)
     if not copies_fit(copied, problem.dtype):
         return []
-    wider = replace(problem, geometry=replace(problem.geometry, out_channels=channels))
+    wider = problem._replace(geometry=problem.geometry._replace(out_channels=channels))
     return [
         Part(
             part.family,
@@ -256,7 +258,7 @@ def as_forward(problem: Problem) -> TileProblem:
         problem.weight_channels_last,
         has_bias=False,
     )
-    return replace(forward, of_grad_input=True)
+    return forward._replace(of_grad_input=True)
 
 
 def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
@@ -352,7 +354,7 @@ def _spills(problem: StridedProblem, tile: Tile) -> bool:
 def _as_packed(problem: StridedProblem) -> TileProblem:
     """Returns the problem that forward/implicit_gemm_pack.cu gets: its phase groups are the phases of grad_output."""
     return TileProblem(
-        replace(problem.geometry, stride=problem.step, padding=(0, 0)),
+        problem.geometry._replace(stride=problem.step, padding=(0, 0)),
         problem.dtype,
         problem.precision,
         problem.input_channels_last,

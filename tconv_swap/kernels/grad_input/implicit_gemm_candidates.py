@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class LayerTiles:
 
 def tiles_of_layer(problem: StridedProblem, device: Device) -> LayerTiles:
     """Returns the tiles of the layer that has this size, none of which is known yet."""
-    posed = {aligned: replace(problem, aligned=aligned, even=False) for aligned in (False, True)}
+    posed = {aligned: problem._replace(aligned=aligned, even=False) for aligned in (False, True)}
     return LayerTiles(posed, device, {})
 
 

@@ -4,7 +4,7 @@ the sizes for which each is right, and the best of them for each size. The funct
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -42,7 +42,7 @@ class Schedule:
         """Returns the problem as the kernel is compiled for it."""
         if (problem.aligned, problem.even) == (self.aligned, self.even):
             return problem
-        return replace(problem, aligned=self.aligned, even=self.even)
+        return problem._replace(aligned=self.aligned, even=self.even)
 
     def computes_any_size(self, layer: StridedProblem) -> bool:
         """Returns whether it is legal for all sizes of a layer, but images of 2 GiB."""

@@ -4,7 +4,7 @@ csrc/kernels/grad_input/implicit_gemm_wgmma.cu and grad_input/implicit_gemm_mma.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tconv_swap.geometry import Geometry, Pair
@@ -36,6 +36,8 @@ class StridedProblem(TileProblem):
 
     #: Rows of grad_input are known to have an even number of columns.
     even: bool = False
+
+    __hash__ = TileProblem.__hash__
 
     @cached_property
     def positions(self) -> Pair:
@@ -163,7 +165,7 @@ def as_convolution(problem: Problem) -> StridedProblem:
         has_bias=False,
     )
     return StridedProblem(
-        geometry=replace(swapped, output_padding=missing),
+        geometry=swapped._replace(output_padding=missing),
         dtype=forward.dtype,
         precision=forward.precision,
         input_channels_last=forward.input_channels_last,
@@ -192,7 +194,7 @@ def as_problem(convolution: StridedProblem) -> Problem:
     )
     beyond = (g.height - unpadded.out_height, g.width - unpadded.out_width)
     return Problem(
-        replace(unpadded, output_padding=beyond),
+        unpadded._replace(output_padding=beyond),
         convolution.dtype,
         "tf32" if convolution.precision == "TF32" else "ieee",
         convolution.input_channels_last,
@@ -212,10 +214,10 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
         pixels = max(1, (positions - 1) * step + reach + 1 - 2 * padding)
         found.append((pixels, positions - (pixels + reach - 2 * padding)))
     (height, missing_h), (width, missing_w) = found
-    resized = replace(
-        geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w)
+    resized = geometry._replace(
+        batch=batch, height=height, width=width, output_padding=(missing_h, missing_w)
     )
-    return replace(problem, geometry=resized)
+    return problem._replace(geometry=resized)
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,6 @@ stores NCHW. The functions are pure."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.copy_clocks import copy_clocks
@@ -47,7 +46,7 @@ def supports(problem: StridedProblem, device: Device) -> bool:
 @lru_cache(maxsize=256)
 def convolution_of_copies(problem: StridedProblem) -> StridedProblem:
     """Returns the problem that the copies pose: channels_last, with an output in NCHW."""
-    return replace(problem, input_channels_last=True, weight_channels_last=True)
+    return problem._replace(input_channels_last=True, weight_channels_last=True)
 
 
 def ranked(among: Iterable[Schedule], problem: Problem, device: Device) -> list[Ranked]:
@@ -112,7 +111,7 @@ def _lower(problem: Problem, convolution: StridedProblem, tile: TmaTile, device:
     copies = workspace(memory.reserve(grad_output.bytes)), workspace(memory.reserve(weight.bytes))
     part = grad_input_tma.lower(convolution, tile, device.multiprocessors, *copies)
     to_copy = (
-        replace(transpose(grad_output, input_(0), copies[0], device), overlaps_previous=False),
+        transpose(grad_output, input_(0), copies[0], device)._replace(overlaps_previous=False),
         transpose(weight, input_(2), copies[1], device),
     )
     return Part(FAMILY, f"by way of channels_last; {part.why}", (*to_copy, *part.launches), memory.bytes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -227,8 +227,8 @@ def _of_whole_strides(problem: StridedProblem) -> StridedProblem:
     geometry, step = problem.geometry, problem.step[1]
     added = -geometry.width % step
     missing_h, missing_w = geometry.output_padding
-    resized = replace(geometry, width=geometry.width + added, output_padding=(missing_h, missing_w - added))
-    return replace(problem, geometry=resized)
+    resized = geometry._replace(width=geometry.width + added, output_padding=(missing_h, missing_w - added))
+    return problem._replace(geometry=resized)
 
 
 def _of_one_pixel(layer: StridedProblem, device: Device) -> int:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from math import prod
 from operator import itemgetter
@@ -142,7 +141,7 @@ def _sizes(geometry: Geometry, tile: Tile, ring: int) -> Words:
     """Returns the kernel's size arguments; contiguous rows of all images count as one image."""
     g, p = geometry, tile.pixels
     if rows_are_contiguous(g):
-        g = replace(g, batch=1, height=g.batch * g.height)
+        g = g._replace(batch=1, height=g.batch * g.height)
     return im2col_nhwc_sizes(g, (p.images, p.rows, p.cols), ring, tile.splits, tile.copies > 1)
 
 

@@ -76,6 +76,7 @@ def expected_clocks(problem: Problem, device: Device, with_bias: bool = False) -
     return min(clocks_as_it_lies(problem, device, with_bias), copies[0].clocks if copies else math.inf)
 
 
+@lru_cache(maxsize=256)
 def clocks_as_it_lies(problem: Problem, device: Device, with_bias: bool) -> float:
     """Returns the same without copies."""
     alone = ranked(problem, device, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nsmallest
 from typing import Any
@@ -101,7 +101,7 @@ def clocks_of_sizes(
     """Yields schedules of a layer with their expected clocks for each size, infinite where one does not suit it. Of
     those that differ in nothing but the clocks of a tile, it yields the first of the fastest."""
     # The widths of grad_output make little difference to the time of a map.
-    maps = [replace(layer.geometry, batch=g.batch, height=g.height, width=g.width) for g in sizes]
+    maps = [layer.geometry._replace(batch=g.batch, height=g.height, width=g.width) for g in sizes]
     moved = [tensor_bytes(one, item_bytes(layer)) for one in maps]
     tiles: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     suited: dict[tuple[tuple[int, int, int], int, int], list[bool]] = {}
@@ -193,7 +193,7 @@ def _multiples(layer: Problem) -> tuple[Pair, ...]:
     (1, 1) alone in channels_last."""
     if layer.channels_last:
         return ((1, 1),)
-    of_layer = (replace(layer.geometry, width=width) for width in (64, 62))
+    of_layer = (layer.geometry._replace(width=width) for width in (64, 62))
     divided = [(_power_in(g.width), _power_in(g.out_width)) for g in of_layer]
     return tuple(dict.fromkeys((*divided, (1, 1))))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -356,5 +356,5 @@ def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
 
 def leaves_sizes(layer: Problem) -> bool:
     """Returns whether there are sizes that no tile can cover."""
-    large = replace(layer.geometry, height=1 << 12, width=1 << 12)
+    large = layer.geometry._replace(height=1 << 12, width=1 << 12)
     return min(max_beyond(large, 0), max_beyond(large, 1)) < INT32_LIMIT

@@ -3,7 +3,6 @@ functions are pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -51,7 +50,7 @@ def _of_any_size(
         width = geometry.out_width
         paddings = range(max(stride[1], dilation[1]))
         last = max(paddings, key=lambda extra: (width + extra) & -(width + extra))
-        geometry = replace(geometry, output_padding=(0, last))
+        geometry = geometry._replace(output_padding=(0, last))
     return Problem(geometry, dtype, precision, *layout)
 
 

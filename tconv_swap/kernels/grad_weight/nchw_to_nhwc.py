@@ -4,7 +4,6 @@ it computes, and its expected time. gradients/nchw_to_nhwc.py plans the launches
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache, partial
 
 from tconv_swap.geometry import Geometry
@@ -42,7 +41,7 @@ def supports(problem: Problem, device: Device) -> bool:
 def problem_of_copies(problem: Problem) -> Problem:
     """Returns the problem that the copies pose. The weight's gradient is in channels_last, whose lines are whole, or a
     launch that adds up partial sums stores any layout."""
-    return replace(problem, channels_last=True, weight_channels_last=True)
+    return problem._replace(channels_last=True, weight_channels_last=True)
 
 
 def ranked(among: Iterable[Schedule], problem: Problem, device: Device) -> list[Ranked]:

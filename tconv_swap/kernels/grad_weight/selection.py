@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry
@@ -129,7 +129,7 @@ def representatives(layer: Problem) -> list[Representative]:
     found = []
     for size, weight in weighted:
         aligned = _sized(g, *size)
-        both = {aligned} if layer.channels_last else {aligned, replace(aligned, output_padding=(0, 0))}
+        both = {aligned} if layer.channels_last else {aligned, aligned._replace(output_padding=(0, 0))}
         both = {one for one in both if min(one.out_height, one.out_width) > 0}
         padded_first = sorted(both, key=lambda one: one.output_padding, reverse=True)
         found += [Representative(one, weight / len(both)) for one in padded_first]
@@ -137,7 +137,7 @@ def representatives(layer: Problem) -> list[Representative]:
 
 
 def _sized(geometry: Geometry, batch: int, height: int, width: int) -> Geometry:
-    return replace(geometry, batch=batch, height=height, width=width)
+    return geometry._replace(batch=batch, height=height, width=width)
 
 
 def _read(problem: Problem) -> Problem:
@@ -176,7 +176,7 @@ def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterat
     every = not copied and not leaves_sizes(read)
     extra = [
         grad_weight_nchw_to_nhwc.expected(g, 0.0, COPY_SHARE)
-        if copied and grad_weight_nchw_to_nhwc.supports(replace(layer, geometry=g), device)
+        if copied and grad_weight_nchw_to_nhwc.supports(layer._replace(geometry=g), device)
         else math.inf
         if copied
         else 0.0
@@ -210,7 +210,7 @@ def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -
 
 
 def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
-    posed = [replace(layer, geometry=geometry) for geometry in sizes]
+    posed = [layer._replace(geometry=geometry) for geometry in sizes]
     rows = [
         grad_weight_stride1_tile.output_rows(problem)
         if grad_weight_stride1.supports(problem, device)
@@ -233,7 +233,7 @@ def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> It
 
 
 def _of_narrow_mma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
-    posed = [replace(layer, geometry=geometry) for geometry in sizes]
+    posed = [layer._replace(geometry=geometry) for geometry in sizes]
     bias = [BIAS_SHARE * grad_weight_bias_clocks.clocks(problem) for problem in posed]
     for tile in grad_weight_narrow_mma.candidates(posed, device):
         clocks = grad_weight_narrow_mma.clocks_of_sizes(tile, posed, device)

@@ -279,7 +279,7 @@ def lower(problem: Problem, tile: DepthwiseTile, output_mask: tuple[bool, ...], 
         sums.append(split_k_reduce(problem.dtype, count, splits, 0, weight_index))
     if split and wants_bias:
         sums.append(split_k_reduce(problem.dtype, g.out_channels, splits, bias_at, bias_index))
-    launches += [replace(one, overlaps_previous=device.compute_capability >= 90) for one in sums]
+    launches += [one._replace(overlaps_previous=device.compute_capability >= 90) for one in sums]
     used = bias_at + 4 * splits * g.out_channels * wants_bias if sums else 0
     return Part(FAMILY, WHY, tuple(launches), used)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -177,7 +176,7 @@ def plan_backward(
     if wants_bias:
         index = len(outputs) - 1
         launches.append(split_k_reduce(problem.dtype, g.out_channels, 2 * g.taps, columns_at, index))
-    launches[1:] = [replace(one, overlaps_previous=True) for one in launches[1:]]
+    launches[1:] = [one._replace(overlaps_previous=True) for one in launches[1:]]
     workspace_bytes = columns_at + (columns * 8 if wants_bias else 0)
     why = f"one product of matrices, the sums of {cluster} blocks added up by them"
     return Plan(_FAMILY, why, outputs, tuple(launches), workspace_bytes)

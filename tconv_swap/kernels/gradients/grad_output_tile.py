@@ -99,7 +99,7 @@ def load_widths(
 
 def of_one_pixel(geometry: Geometry) -> Geometry:
     """Returns the geometry of a layer without its sizes, on which the pitches of tiles do not depend."""
-    return replace(geometry, batch=1, height=1, width=1, output_padding=(0, 0))
+    return geometry._replace(batch=1, height=1, width=1, output_padding=(0, 0))
 
 
 @lru_cache(maxsize=16384)

@@ -4,7 +4,7 @@ that they need."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -151,7 +151,7 @@ def rounds_nothing(problem: Problem) -> bool:
 def as_exact(problem: Problem, device: Device) -> Problem:
     """Returns the problem as kernels of every family have to compute it: in IEEE where PyTorch does."""
     exact = problem.is_tf32 and supports(problem, device) and rounds_nothing(problem)
-    return replace(problem, precision="ieee") if exact else problem
+    return problem._replace(precision="ieee") if exact else problem
 
 
 def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:
@@ -233,4 +233,4 @@ def overlapping(launches: Sequence[Launch], device: Device) -> tuple[Launch, ...
     """Returns the launches, all but the first changed to start while the one before ends (programmatic dependent
     launch)."""
     overlaps = device.compute_capability >= 90
-    return (launches[0], *(replace(launch, overlaps_previous=overlaps) for launch in launches[1:]))
+    return (launches[0], *(launch._replace(overlaps_previous=overlaps) for launch in launches[1:]))

@@ -6,7 +6,7 @@ the input alone.) The functions are pure."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.nchw_to_nhwc import (
@@ -142,7 +142,7 @@ def assembled(problem: Problem, gradients: Sequence[GradientPart], wants_bias: b
         copies[input_(index)] = copy_at = workspace(memory.reserve(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
         launches.append(transpose(tensors[index], input_(index), copy_at, device, with_sums))
-    launches[0] = replace(launches[0], overlaps_previous=False)
+    launches[0] = launches[0]._replace(overlaps_previous=False)
     outputs = [gradient.output for gradient in gradients]
     if sums is not None:
         launches.append(reduce_row_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
@@ -156,7 +156,7 @@ def assembled(problem: Problem, gradients: Sequence[GradientPart], wants_bias: b
         launches += _placed(gradient.part, copied, result, memory.bytes)
         if gradient.transposed_back is not None:
             back = transpose(gradient.transposed_back, result, output(index), device)
-            launches.append(replace(back, overlaps_previous=False))
+            launches.append(back._replace(overlaps_previous=False))
     return Plan(
         ", ".join(("nchw_to_nhwc", *dict.fromkeys(gradient.part.family for gradient in gradients))),
         "; ".join(("by way of channels_last", *(gradient.part.why for gradient in gradients))),

@@ -5,7 +5,7 @@ The choice is by predicted time; docs/kernels/norm.md has its byte counts and ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -185,7 +185,7 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
 def _without_overlap(launch: Launch) -> Launch:
     """Returns the launch, changed so that it waits for the launch before it to end, because that one belongs to another
     plan."""
-    return replace(launch, overlaps_previous=False)
+    return launch._replace(overlaps_previous=False)
 
 
 def _is_supported(norm: Norm) -> bool:

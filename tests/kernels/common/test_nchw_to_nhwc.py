@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ from tconv_swap.runtime.program import (
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 WIDE = Geometry(8, 512, 32, 32, 256, (4, 4), (2, 2), (1, 1))
 #: Rows whose gradient of the input boxes load from a copy, too.
-ODD = replace(WIDE, height=31, width=31)
+ODD = WIDE._replace(height=31, width=31)
 #: Odd widths, batch tails, groups, dilation, maps of one row, few channels.
 CASES = (
     Geometry(3, 256, 9, 13, 136, (3, 3), (2, 2), (1, 1), (1, 1)),
@@ -124,8 +123,8 @@ def test_copies_and_the_workspace_of_parts_do_not_overlap() -> None:
         problem(WIDE.with_batch(0)),
         problem(WIDE.with_batch(2048)),
         problem(dtype=torch.float32),
-        problem(replace(WIDE, out_channels=252)),
-        replace(problem(), channels_last=True),
+        problem(WIDE._replace(out_channels=252)),
+        problem()._replace(channels_last=True),
     ],
     ids=["empty batch", "more than 1 GiB", "32 bits", "pixels of no whole 16 bytes", "channels_last"],
 )
@@ -143,7 +142,7 @@ def test_not_every_problem_can_go_that_way(posed: plan.Problem) -> None:
         (ODD, "nchw_to_nhwc, implicit_gemm_tma"),
         # The few products of a copied element are expected to take as long as the copies.
         (
-            replace(WIDE, in_channels=128, out_channels=64, kernel=(2, 2), padding=(0, 0)),
+            WIDE._replace(in_channels=128, out_channels=64, kernel=(2, 2), padding=(0, 0)),
             "im2col, implicit_gemm",
         ),
     ],
@@ -159,7 +158,7 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
     ("geometry", "converted"),
     [
         (WIDE, True),
-        (replace(WIDE, stride=(1, 1)), True),
+        (WIDE._replace(stride=(1, 1)), True),
         (Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2)), False),  # too few products for each converted element
     ],
     ids=str,
@@ -246,7 +245,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     launches = [transpose(of, input_(0), workspace(0), H200, 256 if with_sums else None)]
     if with_sums:
         launches.append(reduce_row_sums(of, 256, 1, H200))
-    launches[0] = replace(launches[0], overlaps_previous=False)
+    launches[0] = launches[0]._replace(overlaps_previous=False)
 
     def placed(argument: Argument) -> Argument:
         return output(0) if argument == workspace(0) else argument
@@ -282,7 +281,7 @@ def test_gradients_by_way_of_channels_last(geometry: Geometry, dtype: torch.dtyp
         pytest.skip("needs sm_90a (TMA)")
     for mask in ((True, True, bias), (False, True, bias)):
         for weight_last in (False, True):
-            posed = replace(problem(geometry, dtype), weight_channels_last=weight_last)
+            posed = problem(geometry, dtype)._replace(weight_channels_last=weight_last)
             made = list(gradients_nchw_to_nhwc.plan_candidates(posed, mask, device))
             assert made
             for one in dict.fromkeys((made[0], made[-1])):

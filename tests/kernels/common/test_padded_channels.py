@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_copies_have_whole_pieces_of_the_tensors(layer: Geometry) -> None:
 def test_the_launch_after_the_copies_waits_for_them() -> None:
     made = forward_of(LAYERS[0])
     *_, last = made.launches
-    overlapping = replace(last, overlaps_previous=True)
+    overlapping = last._replace(overlaps_previous=True)
     found = reading_copies((overlapping, overlapping), 0, (Rows(0, 4, 33, 40),), torch.float16)
     (pad, first, second), _ = found
     assert [one.overlaps_previous for one in (pad, first, second)] == [False, False, True]
@@ -101,9 +100,9 @@ def test_other_problems_are_read_as_they_are() -> None:
     problem = Problem(layer, torch.float16, "ieee", True, True)
     assert padded_channels(problem, 33) == 40
     for other in (
-        replace(problem, channels_last=False),
-        replace(problem, dtype=torch.float32),
-        replace(problem, geometry=replace(layer, in_channels=34, out_channels=34, groups=2)),
+        problem._replace(channels_last=False),
+        problem._replace(dtype=torch.float32),
+        problem._replace(geometry=layer._replace(in_channels=34, out_channels=34, groups=2)),
     ):
         assert padded_channels(other, 33) is None
     assert padded_channels(problem, 34) is None
@@ -116,7 +115,7 @@ def test_other_problems_are_read_as_they_are() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layer", [*LAYERS, *(replace(one, in_channels=EVEN) for one in LAYERS)], ids=str)
+@pytest.mark.parametrize("layer", [*LAYERS, *(one._replace(in_channels=EVEN) for one in LAYERS)], ids=str)
 def test_against_float64(layer: Geometry, dtype: torch.dtype, weight_last: bool) -> None:
     torch.manual_seed(0)
     if call.device_facts(0).architecture != "sm_90a":
@@ -130,4 +129,4 @@ def test_against_float64(layer: Geometry, dtype: torch.dtype, weight_last: bool)
             )
         for plan in forward_plan.plan_candidates(problem, True, H200, 4):
             assert_kernel_matches(plan, layer, dtype, (True, weight_last), tolerance, with_bias=True)
-        layer = replace(layer, batch=rng.randint(1, 5), width=layer.width + rng.randint(0, 9))
+        layer = layer._replace(batch=rng.randint(1, 5), width=layer.width + rng.randint(0, 9))

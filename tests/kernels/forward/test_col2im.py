@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -57,7 +56,7 @@ def test_every_tile_fits_a_multiprocessor(
 def test_rgb_heads_have_col2im_where_a_pixel_has_few_products(
     channels_last: bool, dtype: torch.dtype
 ) -> None:
-    wide = replace(DCGAN, kernel=(6, 6))  # 108 products a pixel
+    wide = DCGAN._replace(kernel=(6, 6))  # 108 products a pixel
     for geometry, expected in ((DCGAN, True), (PIX2PIX, True), (wide, False)):
         layer = of_any_size(posed(problem(geometry, dtype, channels_last), True))
         assert bool(kernels_of(layer, H200).col2im) == expected
@@ -99,10 +98,10 @@ def test_tensor_maps_are_legal() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        replace(DCGAN, groups=2, out_channels=4),
-        replace(DCGAN, out_channels=16),
-        replace(DCGAN, in_channels=4),
-        replace(DCGAN, kernel=(9, 9)),  # 243 products a pixel
+        DCGAN._replace(groups=2, out_channels=4),
+        DCGAN._replace(out_channels=16),
+        DCGAN._replace(in_channels=4),
+        DCGAN._replace(kernel=(9, 9)),  # 243 products a pixel
     ],
     ids=str,
 )
@@ -113,7 +112,7 @@ def test_other_problems_are_not_claimed(other: Geometry) -> None:
 
 
 def test_rows_that_the_copy_engine_cannot_load_are_copied_to_longer_ones() -> None:
-    posed = problem(replace(DCGAN, width=31))
+    posed = problem(DCGAN._replace(width=31))
     tile = forward_col2im.of_size(posed, H200)[0]
     pad, main = forward_col2im.lower(posed, False, tile, H200).launches
     assert (pad.kernel.entry, main.kernel.entry) == ("pad_rows", "forward_col2im")
@@ -125,7 +124,7 @@ def test_rows_that_the_copy_engine_cannot_load_are_copied_to_longer_ones() -> No
     assert clocks > without_copy
     # A copy of more than a GiB would take too much memory.
     assert forward_col2im.supports(problem(DCGAN.with_batch(10_000)), H200)
-    assert not forward_col2im.supports(problem(replace(DCGAN, width=31, batch=10_000)), H200)
+    assert not forward_col2im.supports(problem(DCGAN._replace(width=31, batch=10_000)), H200)
 
 
 def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geometry:

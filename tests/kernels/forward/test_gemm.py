@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -70,7 +69,7 @@ def test_any_number_of_images_has_one_of_two_kernels() -> None:
 def test_a_layer_without_strides_has_three_kernels_for_other_maps(layer: Geometry) -> None:
     """All maps of one pixel have one kernel; the output of large images has one of stride1."""
     for batch in (1, 256, 257, 5000):
-        pixels = replace(layer, batch=batch, height=1, width=1)
+        pixels = layer._replace(batch=batch, height=1, width=1)
         assert plan.plan_forward(problem(pixels), True, H200).family == "gemm"
     forward = make_problem(layer, torch.float16, "ieee", False, False, True)
     for posed in (forward, as_forward(problem(layer))):
@@ -91,13 +90,13 @@ def test_a_layer_with_a_small_kernel_leaves_three_kernels_for_other_maps() -> No
 @pytest.mark.parametrize(
     "other",
     [
-        replace(DCGAN, width=2),
-        replace(DCGAN, padding=(1, 1)),
-        replace(DCGAN, stride=(2, 2), output_padding=(1, 0)),
-        replace(DCGAN, dilation=(2, 2)),
-        replace(DCGAN, groups=2),
-        replace(DCGAN, in_channels=101),  # rows of the input of 202 bytes
-        replace(DCGAN, out_channels=3, kernel=(3, 3)),  # of the weight: of 54
+        DCGAN._replace(width=2),
+        DCGAN._replace(padding=(1, 1)),
+        DCGAN._replace(stride=(2, 2), output_padding=(1, 0)),
+        DCGAN._replace(dilation=(2, 2)),
+        DCGAN._replace(groups=2),
+        DCGAN._replace(in_channels=101),  # rows of the input of 202 bytes
+        DCGAN._replace(out_channels=3, kernel=(3, 3)),  # of the weight: of 54
     ],
     ids=str,
 )
@@ -110,7 +109,7 @@ def test_layouts_that_differ_are_not_claimed() -> None:
     for last, weight_last in ((False, True), (True, False)):
         mixed = plan.Problem(DCGAN, torch.float16, "ieee", last, weight_last)
         assert not forward_gemm.supports(mixed, H200)
-        assert forward_gemm.supports(replace(mixed, geometry=replace(DCGAN, kernel=(1, 1))), H200)
+        assert forward_gemm.supports(mixed._replace(geometry=DCGAN._replace(kernel=(1, 1))), H200)
 
 
 def random_geometry(rng: random.Random) -> Geometry:

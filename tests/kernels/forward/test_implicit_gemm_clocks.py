@@ -8,7 +8,6 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -64,7 +63,7 @@ def cases() -> list[Case]:
     found: list[Case] = []
     for geometry, mode, last in itertools.product(VARIED, MODES, (False, True)):
         problem = posed(geometry, mode, last)
-        both = [problem, replace(problem, aligned=True)] if not last else [problem]
+        both = [problem, problem._replace(aligned=True)] if not last else [problem]
         for one in both:
             if not forward_implicit_gemm.supports(one, H200) or not (last or can_be_aligned(one)):
                 continue
@@ -135,15 +134,15 @@ def test_what_takes_longer(mode: Mode) -> None:
         return expected_clocks(problem, one, 132)
 
     plain = clocks(last, tile)
-    assert clocks(replace(last, nhwc_copy=True), tile) > 1.03 * plain
+    assert clocks(last._replace(nhwc_copy=True), tile) > 1.03 * plain
     assert clocks(last, tile._replace(splits=2)) > plain
     assert clocks(last, tile._replace(stages=2)) > 1.1 * plain
-    assert clocks(posed(replace(layer, out_channels=127), mode), tile) > 1.1 * plain
+    assert clocks(posed(layer._replace(out_channels=127), mode), tile) > 1.1 * plain
     first = posed(layer, mode, channels_last=False)
     threads = tile._replace(tma=False, producer_warps=8)
     unaligned = clocks(first, threads)
-    assert clocks(replace(first, aligned=True), threads) < unaligned
-    assert clocks(replace(first, geometry=replace(layer, width=31)), threads) > unaligned
+    assert clocks(first._replace(aligned=True), threads) < unaligned
+    assert clocks(first._replace(geometry=layer._replace(width=31)), threads) > unaligned
     images = threads._replace(images=2, rows=8, cols=8, warp_images=1)
     assert images.positions == threads.positions
     assert clocks(first, images) > 1.05 * unaligned

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import statistics
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def posed(
 
 
 def sized(problem: TileProblem, batch: int, height: int, width: int) -> TileProblem:
-    return replace(problem, geometry=replace(problem.geometry, batch=batch, height=height, width=width))
+    return problem._replace(geometry=problem.geometry._replace(batch=batch, height=height, width=width))
 
 
 def clocks(one: Schedule, problem: TileProblem, device: plan.Device = H200) -> float:
@@ -146,8 +146,8 @@ WGMMA = Tile(4, 1, 1, 8, 16, 1, 8, 2, 8, 4, 1, wgmma=True)
 FLAT_WGMMA = Tile(4, 1, 1, 1, 128, 1, 1, 16, 8, 4, 1, wgmma=True)
 TMA, FLAT_TMA = WGMMA._replace(tma=True), FLAT_WGMMA._replace(tma=True)
 BY_ROWS = FLAT_TMA._replace(by_rows=True)
-COPIED = replace(posed(WIDE), input_channels_last=True, nhwc_copy=True)
-FLAT_COPIED = replace(posed(FLAT), input_channels_last=True, nhwc_copy=True)
+COPIED = posed(WIDE)._replace(input_channels_last=True, nhwc_copy=True)
+FLAT_COPIED = posed(FLAT)._replace(input_channels_last=True, nhwc_copy=True)
 Size = tuple[int, int, int]
 #: What a kernel sees, its tile, sizes (batch, rows, columns) that it is right for, and other ones.
 CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
@@ -156,26 +156,26 @@ CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
     "copied": (COPIED, TMA, [(512, 64, 64), (3, 7, 5)], [(513, 64, 64)]),
     "split": (posed(WIDE), MMA._replace(splits=2), [(16, 32, 32), (3, 7, 5)], [(17, 32, 32)]),
     "aligned rows": (
-        replace(posed(WIDE), aligned=True),
+        posed(WIDE)._replace(aligned=True),
         WGMMA,
         [(3, 7, 8), (3, 7, 40)],
         [(8, 8, 4), (8, 8, 9)],
     ),
-    "aligned rows of TF32": (replace(posed(WIDE, TF32), aligned=True), MMA, [(3, 7, 4)], [(3, 8, 2)]),
+    "aligned rows of TF32": (posed(WIDE, TF32)._replace(aligned=True), MMA, [(3, 7, 4)], [(3, 8, 2)]),
     "aligned images": (
-        *(replace(posed(FLAT), aligned=True), FLAT_MMA),
+        *(posed(FLAT)._replace(aligned=True), FLAT_MMA),
         *([(3, 12, 14), (3, 4, 2)], [(3, 14, 14), (3, 16, 9), (3, 8, 1)]),
     ),
     "aligned images, wgmma": (
-        *(replace(posed(FLAT), aligned=True), FLAT_WGMMA),
+        *(posed(FLAT)._replace(aligned=True), FLAT_WGMMA),
         *([(3, 16, 16), (3, 64, 2)], [(3, 12, 14), (3, 128, 1), (3, 8, 8)]),
     ),
     "pixel-major": (
-        *(replace(posed(FLAT), aligned=True), FLAT_TMA._replace(cols=256, pixel_major=True)),
+        *(posed(FLAT)._replace(aligned=True), FLAT_TMA._replace(cols=256, pixel_major=True)),
         *([(3, 16, 16)], [(3, 16, 24), (3, 8, 8)]),
     ),
     "transposed": (
-        *(replace(posed(FLAT), aligned=True), FLAT_WGMMA._replace(cols=256, nchw_stages=3)),
+        *(posed(FLAT)._replace(aligned=True), FLAT_WGMMA._replace(cols=256, nchw_stages=3)),
         *([(3, 16, 16)], [(3, 16, 24), (3, 8, 8)]),
     ),
     "rows of 128 positions": (
@@ -203,7 +203,7 @@ CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
 def test_for_which_sizes_a_kernel_is_right(name: str) -> None:
     problem, tile, right, wrong = CASES[name]
     one = Schedule(of_any_size(problem), tile)
-    given = replace(problem, aligned=False, nhwc_copy=False)
+    given = problem._replace(aligned=False, nhwc_copy=False)
     for size in right:
         seen = one.sees(sized(given, *size))
         assert seen == sized(problem, *size), size
@@ -294,7 +294,7 @@ def test_few_tiles_of_many_channels_are_split(mode: Mode) -> None:
             found.setdefault(taken.splits, set()).add(tile.tma)
     assert found == {2: {True, False}, 4: {True, False}, 8: {True, False}}
     assert any(tile.splits > 1 for _, tile in choose(problem, H200, 64))
-    few_channels = replace(problem, geometry=replace(problem.geometry, in_channels=64))
+    few_channels = problem._replace(geometry=problem.geometry._replace(in_channels=64))
     many_tiles = sized(problem, 64, 64, 64)
     for other in (few_channels, many_tiles):
         assert all(tile.splits == 1 for _, tile in candidates(other, H200))

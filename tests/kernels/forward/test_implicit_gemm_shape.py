@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def shaped_cases(seed: int, count: int) -> Iterator[tuple[TileProblem, Tile]]:
     while count:
         posed = make_problem(random_geometry(rng, 2), torch.float16, "ieee", True, True, False)
         if rng.random() < 0.5:
-            posed = replace(posed, nhwc_copy=True, output_channels_last=False)
+            posed = posed._replace(nhwc_copy=True, output_channels_last=False)
         if not forward_implicit_gemm.supports(posed, H200):
             continue
         tiles = shaped_tiles(posed)
@@ -79,7 +78,7 @@ def box_of(
 @pytest.mark.parametrize("seed", range(6))
 def test_every_tap_of_every_position_reads_its_pixel(seed: int) -> None:
     for problem, tile in shaped_cases(seed, 6):
-        problem = replace(problem, geometry=replace(problem.geometry, batch=3))
+        problem = problem._replace(geometry=problem.geometry._replace(batch=3))
         if not forward_shape.legal(problem, tile):
             continue
         geometry, (rows, cols) = problem.geometry, problem.positions
@@ -139,7 +138,7 @@ def test_one_kernel_takes_the_shape_that_fits_each_map() -> None:
     for problem, tile in tiles:
         schedule, kernels = Schedule(problem, tile), set()
         for batch, side in ((4, 64), (256, 8), (164, 10), (5, 56), (2, 100)):
-            of_size = replace(posed, geometry=replace(layer, batch=batch, height=side, width=side))
+            of_size = posed._replace(geometry=layer._replace(batch=batch, height=side, width=side))
             seen = schedule.sees(of_size) or pytest.fail(f"{of_size} is not computed")
             _, found = Timer(schedule, H200).tile_for(seen)
             kernels.add(forward_implicit_gemm.lower(seen, found, H200).launches[1].kernel)
@@ -165,7 +164,7 @@ def test_strides_above_1_alone_have_shaped_tiles(nhwc_copy: bool) -> None:
         geometry = Geometry(16, 64, 20, 20, 64, (3, 3), (stride, stride), (1, 1))
         posed = make_problem(geometry, torch.float16, "ieee", True, True, False)
         if nhwc_copy:
-            posed = replace(posed, nhwc_copy=True, output_channels_last=False)
+            posed = posed._replace(nhwc_copy=True, output_channels_last=False)
         assert any(tile.tma for _, tile in candidates(posed, H200))
         assert bool(shaped_tiles(posed)) == (stride == 2)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -142,7 +141,7 @@ def positions_of(
 
 
 def sized(problem: TileProblem, geometry: Geometry) -> TileProblem:
-    return replace(problem, geometry=geometry)
+    return problem._replace(geometry=geometry)
 
 
 def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
@@ -155,7 +154,7 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
         problem = make_problem(first, dtype, precision, channels_last, channels_last, False)
         if problem.one_pixel or not forward_implicit_gemm.supports(problem, H200):
             continue
-        geometry = replace(rng.choice((first, second)), batch=rng.randint(1, batch))
+        geometry = rng.choice((first, second))._replace(batch=rng.randint(1, batch))
         posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
         if of_any_size(posed) != of_any_size(problem):
             continue
@@ -227,7 +226,7 @@ def test_mma_loads_several_elements_of_images_of_whole_copies(height: int, width
         posed = make_problem(layer, torch.float32, precision, False, False, False)
         kernels = [one for one in kernels_for(posed, H200) if one.problem.aligned]
         assert {one.tile.wgmma for one in kernels} == ({False} if precision == "ieee" else {True, False})
-        size = sized(posed, replace(layer, height=height, width=width))
+        size = sized(posed, layer._replace(height=height, width=width))
         for one in kernels:
             assert one.problem.row_multiple == 4
             whole = not one.tile.wgmma or height * width % ALIGNED_PIXELS == 0
@@ -305,7 +304,7 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
         channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
         by_kernel: dict[Kernel, list[tuple[TileProblem, Tile]]] = {}
         for _ in range(40):
-            geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
+            geometry = random_sizes(rng, layer, 60)._replace(batch=rng.randint(1, 5))
             problem = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
             if forward_implicit_gemm.supports(problem, H200):
                 one = rng.choice(choose(problem, H200, 4))

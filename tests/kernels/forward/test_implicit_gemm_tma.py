@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def test_tiles_with_partial_sums_fit_too(geometry: Geometry, channels_last: bool
         made
         for batch in (1, geometry.batch)
         for made in plan.forward_candidates(
-            replace(posed, geometry=replace(geometry, batch=batch)), True, H200, 8
+            posed._replace(geometry=geometry._replace(batch=batch)), True, H200, 8
         )
     ]
     assert any("splits" in made.why for made in plans)
@@ -128,7 +127,7 @@ def test_a_box_of_nchw_lies_in_one_image_and_one_group() -> None:
     for height, groups, channels in ((16, 1, 72), (20, 1, 72), (24, 2, 64), (24, 2, 72), (14, 1, 64)):
         layer = Geometry(8, groups * channels, height, 16, groups * 128, (2, 2), (2, 2), groups=groups)
         posed = make_problem(layer, torch.float16, "ieee", False, False, False)
-        posed = replace(posed, aligned=True)
+        posed = posed._replace(aligned=True)
         tiles = [tile for _, tile in candidates(posed, H200) if tile.pixel_major]
         for tile in tiles:
             assert height * 16 % tile.cols == 0
@@ -233,10 +232,10 @@ DECODER = Geometry(8, 256, 64, 64, 128, (3, 3), (2, 2), (1, 1), (1, 1))
     [
         (CROP, torch.float16, True, False),  # tiles do not divide its images
         (CROP, torch.float32, True, False),
-        (replace(CROP, height=16, width=16), torch.float16, True, True),
-        (replace(CROP, height=16, width=16), torch.float32, True, False),
+        (CROP._replace(height=16, width=16), torch.float16, True, True),
+        (CROP._replace(height=16, width=16), torch.float32, True, False),
         (DECODER, torch.bfloat16, True, False),
-        (replace(DECODER, width=63), torch.float32, True, False),
+        (DECODER._replace(width=63), torch.float32, True, False),
         (DECODER.with_batch(1024), torch.float32, False, False),  # 4 GiB
     ],
     ids=str,
@@ -264,7 +263,7 @@ def test_nchw_inputs_are_loaded_directly_or_from_a_copy(
 
 
 def test_the_copy_of_the_input_lies_behind_the_packed_weights() -> None:
-    geometry = replace(DECODER, out_channels=256)
+    geometry = DECODER._replace(out_channels=256)
     found = plan.forward_candidates(
         plan.Problem(geometry, torch.float32, "tf32", False, False), True, H200, 64
     )

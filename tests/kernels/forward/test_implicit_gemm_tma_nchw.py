@@ -4,7 +4,6 @@ loads, and on a GPU its results on random geometries."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def posed(geometry: Geometry, dtype: torch.dtype) -> TileProblem:
 
 
 def aligned(problem: TileProblem) -> TileProblem:
-    return replace(problem, aligned=can_be_aligned(problem))
+    return problem._replace(aligned=can_be_aligned(problem))
 
 
 def candidates(problem: TileProblem) -> list[tuple[TileProblem, Tile]]:
@@ -71,7 +70,7 @@ def test_rows_of_whole_16_bytes_use_the_kernel(geometry: Geometry, dtype: torch.
 @pytest.mark.parametrize(
     "geometry",
     [
-        replace(SQUARE, width=126),
+        SQUARE._replace(width=126),
         Geometry(64, 128, 14, 14, 64, (2, 2), (2, 2)),
     ],  # rows of 504 bytes; images that tiles do not divide
     ids=str,
@@ -81,10 +80,10 @@ def test_other_rows_do_not_use_the_kernel(geometry: Geometry) -> None:
 
 
 def test_chunks_of_a_group_end_where_it_does() -> None:
-    problem = posed(replace(SQUARE, in_channels=40, groups=2), torch.float16)  # 10 words a group, chunks of 8
+    problem = posed(SQUARE._replace(in_channels=40, groups=2), torch.float16)  # 10 words a group, chunks of 8
     tile = Tile(4, 1, 1, 8, 64, 1, 8, 4, 8, 3, 1, wgmma=True, nchw_stages=3)
     assert not supports_tma_nchw(problem, tile)
-    assert supports_tma_nchw(posed(replace(SQUARE, in_channels=40), torch.float16), tile)
+    assert supports_tma_nchw(posed(SQUARE._replace(in_channels=40), torch.float16), tile)
 
 
 def tiles(problem: TileProblem) -> list[Tile]:

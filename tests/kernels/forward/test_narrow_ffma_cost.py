@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from size_cases import H200
@@ -17,7 +15,7 @@ from tconv_swap.kernels.plan import Problem
 
 def test_short_rows_of_outputs_take_longer_in_nchw_beyond_the_l2(monkeypatch: pytest.MonkeyPatch) -> None:
     near = Geometry(4, 16, 128, 128, 3, (4, 4), (2, 2), (1, 1))
-    far = replace(near, batch=64)
+    far = near._replace(batch=64)
     tile = narrow_ffma.of_size(Problem(far, torch.float32, "ieee", False, False), H200)[0]
     # Rows of 128 bytes, and of 256: one line of memory, and two.
     short, long = (tile._replace(lanes_w=lanes, thread_columns=2) for lanes in (8, 16))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_packed_weights_can_be_kept(dtype: torch.dtype) -> None:
 def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
     for channels_last in (False, True):
         for precision in ("tf32", "ieee"):
-            posed = replace(problem(GAPS, torch.float32, channels_last), precision=precision)
+            posed = problem(GAPS, torch.float32, channels_last)._replace(precision=precision)
             assert plan.plan_forward(posed, True, H200).family == "narrow_mma"
 
 
@@ -114,7 +113,7 @@ def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: boo
 
 def test_offsets_past_32_bits_are_not_claimed() -> None:
     assert forward_narrow_mma.supports(problem(RGB), H200)
-    assert not forward_narrow_mma.supports(problem(replace(RGB, height=8192, width=4096)), H200)
+    assert not forward_narrow_mma.supports(problem(RGB._replace(height=8192, width=4096)), H200)
     assert forward_narrow_mma.supports(problem(RGB.with_batch(10**6)), H200)
 
 
@@ -161,10 +160,10 @@ def test_outputs_are_stored_from_registers_where_a_tile_of_m_is_contiguous() -> 
     for geometry, last, direct in (
         (LARGE_STRIDES, False, True),
         (LARGE_STRIDES, True, True),
-        (replace(LARGE_STRIDES, output_padding=(1, 1)), False, False),  # a position is cut
-        (replace(LARGE_STRIDES, kernel=(64, 31)), False, False),  # a column without taps
+        (LARGE_STRIDES._replace(output_padding=(1, 1)), False, False),  # a position is cut
+        (LARGE_STRIDES._replace(kernel=(64, 31)), False, False),  # a column without taps
         (
-            replace(LARGE_STRIDES, kernel=(16, 16), stride=(8, 8), padding=(4, 4)),
+            LARGE_STRIDES._replace(kernel=(16, 16), stride=(8, 8), padding=(4, 4)),
             False,
             False,
         ),  # segments of 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def sizes_of(layer: Geometry) -> list[Geometry]:
     if layer.height == 1:
         return [layer.with_batch(batch) for batch in (1, 100, 700)]
     return [
-        replace(layer, batch=batch, height=height, width=width)
+        layer._replace(batch=batch, height=height, width=width)
         for batch, height, width in ((1, 8, 8), (7, 33, 41), (16, 64, 96))
     ]
 
@@ -68,13 +67,13 @@ def test_tuning_reaches_the_best_of_every_family(layer: Geometry, device: plan.D
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize(
-    "layer", [GROUPED, replace(NARROW, in_channels=16, dilation=(2, 2)), replace(NARROW, in_channels=12)]
+    "layer", [GROUPED, NARROW._replace(in_channels=16, dilation=(2, 2)), NARROW._replace(in_channels=12)]
 )
 def test_nothing_is_rounded_where_cudnn_computes_in_float32(layer: Geometry, channels_last: bool) -> None:
     """It does so with groups, dilation and fewer than 16 channels even where TF32 is allowed."""
     rounded = plan.Problem(NARROW, torch.float32, "tf32", channels_last, channels_last)
     assert posed(rounded, True).precision == "TF32"
-    exact = replace(rounded, geometry=layer)
+    exact = rounded._replace(geometry=layer)
     assert posed(exact, True).precision == "IEEE"
     for made in plan.forward_candidates(exact, True, H200, 12):
         for launch in made.launches:
@@ -86,6 +85,6 @@ def test_nothing_is_rounded_where_cudnn_computes_in_float32(layer: Geometry, cha
 def test_heads_have_large_maps() -> None:
     """Layers with few output channels are often the last of a network."""
     for outputs, largest in ((8, 1024), (9, 512)):
-        problem = plan.Problem(replace(RGB, out_channels=outputs), torch.float16, "ieee", True, True)
+        problem = plan.Problem(RGB._replace(out_channels=outputs), torch.float16, "ieee", True, True)
         sizes, _ = representatives(of_any_size(posed(problem, True)))
         assert max(size.geometry.width for size in sizes) == largest

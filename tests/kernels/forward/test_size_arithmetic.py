@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from size_cases import H200, MODES, quotient, random_layer, random_sizes
@@ -26,8 +25,8 @@ def test_what_divides_the_rows_of_some_sizes(seed: int) -> None:
     for multiple in (1, 2, 4, 8):
         found = out_row_multiple(layer, multiple, 8)
         widths = [multiple * n for n in range(1, 40)]
-        assert all(replace(layer, width=width).out_width % found == 0 for width in widths)
-        assert found == 8 or any(replace(layer, width=width).out_width % (2 * found) for width in widths)
+        assert all(layer._replace(width=width).out_width % found == 0 for width in widths)
+        assert found == 8 or any(layer._replace(width=width).out_width % (2 * found) for width in widths)
 
 
 def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem, Geometry]]:
@@ -35,7 +34,7 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
     layer = random_layer(rng)
     dtype, precision = rng.choice(MODES)
     for _ in range(6):
-        geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 9))
+        geometry = random_sizes(rng, layer, 70)._replace(batch=rng.randint(1, 9))
         yield plan.Problem(geometry, dtype, precision, channels_last, channels_last), geometry
 
 

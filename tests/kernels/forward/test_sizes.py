@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -61,10 +60,10 @@ def sizes_of(layer: Geometry, count: int) -> Iterator[Geometry]:
     that their offsets have 32 bits."""
     rng = random.Random(str(layer))
     for batch in (1, 7, 64, 200, 256, 300):
-        yield replace(layer, batch=batch, height=1, width=1)
+        yield layer._replace(batch=batch, height=1, width=1)
     if not layer.height == layer.kernel[0] == 1:
         for batch, height, width in ((8, 512, 1024), (16, 512, 512), (2, 1024, 1024), (5, 700, 1000)):
-            found = replace(layer, batch=batch, height=height, width=width)
+            found = layer._replace(batch=batch, height=height, width=width)
             images = [4 * math.prod(shape[1:]) for shape in (found.input_shape, found.output_shape)]
             if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MAX_IMAGE_BYTES:
                 yield found
@@ -153,7 +152,7 @@ def plans_of(name: str) -> Candidates:
 def test_stride1_gets_the_sizes_of_its_tiles() -> None:
     layer = Geometry(8, 64, 512, 512, 64, (3, 3))
     for size in ((8, 512, 512), (3, 700, 1000), (1, 1024, 2048)):
-        geometry = replace(layer, batch=size[0], height=size[1], width=size[2])
+        geometry = layer._replace(batch=size[0], height=size[1], width=size[2])
         problem = plan.Problem(geometry, torch.float16, "ieee", False, False)
         (made,) = stride1_plans(problem, False, H200)
         words: Words = made.launches[1].structs[0]
@@ -169,11 +168,11 @@ def test_stride1_gets_the_sizes_of_its_tiles() -> None:
 
 
 def small_sizes(rng: random.Random, layer: Geometry, most: int = 60) -> Geometry:
-    return replace(random_sizes(rng, layer, most), batch=rng.randint(1, 5))
+    return random_sizes(rng, layer, most)._replace(batch=rng.randint(1, 5))
 
 
 def of_pixels(rng: random.Random, layer: Geometry) -> Geometry:
-    return replace(layer, batch=rng.choice((1, 5, 40, 130, 200)), height=1, width=1)
+    return layer._replace(batch=rng.choice((1, 5, 40, 130, 200)), height=1, width=1)
 
 
 def rgb_layer(rng: random.Random) -> Geometry:

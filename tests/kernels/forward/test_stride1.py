@@ -49,9 +49,9 @@ def test_large_images_use_the_kernel(geometry: Geometry) -> None:
     assert plan.plan_forward(problem(geometry), True, H200).family == "stride1"
     backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
     assert backward.family == "stride1"
-    small = replace(geometry, height=32, width=32)
+    small = geometry._replace(height=32, width=32)
     assert plan.plan_forward(problem(small), True, H200).family != "stride1"
-    ieee = replace(problem(geometry), precision="ieee")
+    ieee = problem(geometry)._replace(precision="ieee")
     assert plan.plan_forward(ieee, True, H200).family != "stride1"
 
 
@@ -77,18 +77,18 @@ def test_images_that_the_implicit_gemm_does_not_compute_have_a_kernel() -> None:
     """Also of a layer that has none of stride1 for smaller ones."""
     layer = as_output(Geometry(4, 128, 64, 64, 32, (3, 3), (1, 1), (1, 1)), torch.float16)
     assert not kernels_of(of_any_size(layer), H200).stride1
-    huge = replace(layer, geometry=replace(layer.geometry, height=2048, width=2048))
+    huge = layer._replace(geometry=layer.geometry._replace(height=2048, width=2048))
     assert not forward_implicit_gemm.supports(huge, H200)
     assert [one.family for one in forward_plan.part_candidates(huge, H200, 1)] == ["stride1"]
 
 
 def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> None:
     """Where no tap reads beyond the ends of rows: one that loads consecutive pixels of two planes computes all."""
-    layer = replace(FEW, padding=(0, 2))
+    layer = FEW._replace(padding=(0, 2))
     two_planes = [one for one in forward_stride1_tile.kernels(as_output(layer), H200) if one.planes == 2]
     assert two_planes
     for width, height, planes in ((1024, 512, 1), (1026, 512, 1), (1026, 511, 2), (1025, 510, 2)):
-        posed = as_output(replace(layer, width=width, height=height))
+        posed = as_output(layer._replace(width=width, height=height))
         found = list(forward_stride1_tile.kernels(posed, H200))
         assert {one.unaligned_rows for one in found} == ({True, False} if width == 1024 else {True})
         assert {one.planes for one in found} == {planes, 2}
@@ -96,13 +96,13 @@ def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> Non
         assert all(one.computes(posed) for one in two_planes)
     # Taps that read beyond the ends need rows that begin at multiples of 16 bytes.
     assert not any(one.computes(as_output(FEW)) for one in two_planes)
-    assert not any(one.computes(as_output(replace(layer, width=1025, height=511))) for one in two_planes)
+    assert not any(one.computes(as_output(layer._replace(width=1025, height=511))) for one in two_planes)
 
 
 @DTYPES
 def test_the_segments_of_a_tile_take_the_fewest_rows(dtype: torch.dtype) -> None:
     for height, width in ((512, 1024), (40, 60), (100, 1000), (9, 700)):
-        posed = as_output(replace(FEW, height=height, width=width), dtype)
+        posed = as_output(FEW._replace(height=height, width=width), dtype)
         for kernel in forward_stride1_tile.kernels(posed, H200):
             expected, tile = best_tile(posed, kernel, H200)
             g = posed.geometry
@@ -113,13 +113,13 @@ def test_the_segments_of_a_tile_take_the_fewest_rows(dtype: torch.dtype) -> None
 
             segments = {ceil_div(g.out_height, count) for count in range(1, ceil_div(g.out_height, 8) + 1)}
             assert rows(tile.segment) == min(map(rows, segments))
-            assert best_tile(replace(posed, geometry=g.with_batch(64)), kernel, H200)[0] > expected > 0
+            assert best_tile(posed._replace(geometry=g.with_batch(64)), kernel, H200)[0] > expected > 0
 
 
 def expected_of_all() -> list[tuple[float, int]]:
     """Returns the expected clocks and the rows of a segment of every kernel for some sizes."""
     found = []
-    sizes = (FEW, PADDED, replace(FEW, padding=(0, 2), width=130), replace(FEW, batch=1, height=20, width=40))
+    sizes = (FEW, PADDED, FEW._replace(padding=(0, 2), width=130), FEW._replace(batch=1, height=20, width=40))
     for geometry in sizes:
         for dtype in (torch.float32, torch.float16):
             posed = as_output(geometry, dtype)
@@ -127,7 +127,7 @@ def expected_of_all() -> list[tuple[float, int]]:
                 timed = [best_tile(posed, one, H200) for one in forward_stride1_tile.kernels(posed, H200)]
                 found += [(clocks, tile.segment) for clocks, tile in timed]
     # Rows of odd length, in 16 bits.
-    odd = as_output(replace(FEW, kernel=(3, 4)), torch.float16)
+    odd = as_output(FEW._replace(kernel=(3, 4)), torch.float16)
     assert odd.geometry.out_width % 2
     return found + [(best_tile(odd, one, H200)[0], 0) for one in forward_stride1_tile.kernels(odd, H200)]
 
@@ -164,19 +164,19 @@ def test_the_expected_time_ranks_it_with_the_implicit_gemm() -> None:
 
 def test_other_problems_are_not_claimed() -> None:
     assert forward_stride1.supports(as_output(FEW), H200)
-    assert not forward_stride1.supports(as_output(FEW), replace(H200, architecture="sm_100"))
+    assert not forward_stride1.supports(as_output(FEW), H200._replace(architecture="sm_100"))
     for other in ({"stride": (2, 2)}, {"dilation": (1, 2)}, {"groups": 2}, {"in_channels": 288}):
-        assert not forward_stride1.supports(as_output(replace(FEW, **other)), H200)
+        assert not forward_stride1.supports(as_output(FEW._replace(**other)), H200)
     # Rows whose bytes are no multiple of 16 are supported only where no tap reads beyond their ends.
-    uneven = replace(FEW, width=1026)
+    uneven = FEW._replace(width=1026)
     assert not forward_stride1.supports(as_output(uneven), H200)
-    assert forward_stride1.supports(as_output(replace(uneven, padding=(0, 2))), H200)
+    assert forward_stride1.supports(as_output(uneven._replace(padding=(0, 2))), H200)
     # Addresses of every second channel differ by multiples of 16 bytes, or only those of every fourth.
-    assert forward_stride1.supports(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
-    fourth = replace(uneven, width=1025, height=511, padding=(0, 2))
+    assert forward_stride1.supports(as_output(uneven._replace(height=511, padding=(0, 2))), H200)
+    fourth = uneven._replace(width=1025, height=511, padding=(0, 2))
     assert not forward_stride1.supports(as_output(fourth), H200)
     # All weights of some output channels have to fit shared memory.
-    assert not list(forward_stride1_tile.kernels(as_output(replace(SQUARE, kernel=(3, 7))), H200))
+    assert not list(forward_stride1_tile.kernels(as_output(SQUARE._replace(kernel=(3, 7))), H200))
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -201,13 +201,13 @@ def random_part(
     """A problem that the kernel supports, whether it has a bias, and one of its tiles for it."""
     while True:
         posed = problem(random_geometry(rng), rng.choice(list(TOLERANCES)))
-        posed = replace(posed, weight_channels_last=rng.random() < 0.5)
+        posed = posed._replace(weight_channels_last=rng.random() < 0.5)
         has_bias = not of_grad_input and rng.random() < 0.5
         weight_last = posed.weight_channels_last
         tiled = grad_input_implicit_gemm.as_forward(posed)
         if not of_grad_input:
             tiled = make_problem(posed.geometry, posed.dtype, posed.precision, False, weight_last, has_bias)
-        small = replace(device, multiprocessors=rng.choice((2, 40, device.multiprocessors)))
+        small = device._replace(multiprocessors=rng.choice((2, 40, device.multiprocessors)))
         supported = forward_stride1.supports(tiled, device)
         found = list(forward_stride1_tile.kernels(tiled, device)) if supported else []
         if found:
@@ -236,6 +236,6 @@ def test_random_gradients_of_the_input_match_float64(seed: int) -> None:
         pytest.skip("needs a GPU with wgmma")
     torch.manual_seed(seed)
     posed, _, part = random_part(random.Random(seed), True, facts)
-    part = replace(part, launches=grad_input_implicit_gemm.reading_backward(part.launches))
+    part = part._replace(launches=grad_input_implicit_gemm.reading_backward(part.launches))
     layouts, tolerance = (False, posed.weight_channels_last), TOLERANCES[posed.dtype]
     assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, (True, False, False))

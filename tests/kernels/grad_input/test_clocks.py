@@ -103,7 +103,7 @@ def test_the_clocks_of_the_implicit_gemm_grow_with_rounds_copies_and_splits() ->
     posed = as_convolution(problem(LAYER))
     own = grad_input_choice.ranked(kernels_for(posed, H200).implicit_gemm, posed, H200)
     tile = next(tile for _, _, tile in own if tile.wgmma)
-    tile, plain = tile._replace(splits=1), replace(posed, aligned=False, even=False)
+    tile, plain = tile._replace(splits=1), posed._replace(aligned=False, even=False)
 
     def clocks(one: StridedProblem, splits: int = 1) -> float:
         return grad_input_clocks.clocks(one, tile._replace(splits=splits), H200)
@@ -111,10 +111,10 @@ def test_the_clocks_of_the_implicit_gemm_grow_with_rounds_copies_and_splits() ->
     g = posed.geometry
     weights = g.in_channels_per_group * g.out_channels * g.taps * posed.item
     fixed = grad_input_clocks.LAUNCH_CLOCKS + grad_input_clocks.PACKED_BYTE_CLOCKS * 2 * weights
-    twice = replace(plain, geometry=replace(g, batch=2 * LAYER.batch))
+    twice = plain._replace(geometry=g._replace(batch=2 * LAYER.batch))
     once = clocks(plain) - fixed
     assert 1.9 * once < clocks(twice) - fixed < 2.1 * once
-    assert clocks(replace(plain, aligned=True)) < clocks(plain)
+    assert clocks(plain._replace(aligned=True)) < clocks(plain)
     # Two rounds of half the sum take as long as one of all of it.
     partial_bytes = 2 * 4 * posed.grad_input_elements
     more = clocks(plain, 2) - clocks(plain)
@@ -123,7 +123,7 @@ def test_the_clocks_of_the_implicit_gemm_grow_with_rounds_copies_and_splits() ->
 
 
 def test_multiplies_by_mma_take_longer_and_odd_rows_are_stored_one_element_at_a_time() -> None:
-    posed = replace(as_convolution(problem(LAYER)), aligned=False)
+    posed = as_convolution(problem(LAYER))._replace(aligned=False)
     own = [
         tile for _, _, tile in grad_input_choice.ranked(kernels_for(posed, H200).implicit_gemm, posed, H200)
     ]
@@ -138,8 +138,8 @@ def test_multiplies_by_mma_take_longer_and_odd_rows_are_stored_one_element_at_a_
     longer = grad_input_clocks.clocks(odd, tile, H200) - grad_input_clocks.clocks(even, tile, H200)
     moved = grad_input_clocks.BYTE_CLOCKS * (odd.moved_bytes - even.moved_bytes)
     assert longer == pytest.approx(moved + grad_input_clocks.ODD_ROW_CLOCKS * odd.grad_input_elements)
-    last = replace(odd, input_channels_last=True, output_channels_last=True, weight_channels_last=True)
-    last_even = replace(even, input_channels_last=True, output_channels_last=True, weight_channels_last=True)
+    last = odd._replace(input_channels_last=True, output_channels_last=True, weight_channels_last=True)
+    last_even = even._replace(input_channels_last=True, output_channels_last=True, weight_channels_last=True)
     assert grad_input_clocks.clocks(last, tile, H200) <= grad_input_clocks.clocks(last_even, tile, H200)
 
 
@@ -174,8 +174,8 @@ def tma_tiles(posed: StridedProblem) -> list[TmaTile]:
 
 def test_the_clocks_of_loads_by_tma_grow_with_rounds_and_splits() -> None:
     posed = as_convolution(problem(LAYER.with_batch(3300), channels_last=True))
-    twice = replace(posed, geometry=replace(posed.geometry, batch=6600))
-    nothing = replace(posed, geometry=replace(posed.geometry, batch=0))
+    twice = posed._replace(geometry=posed.geometry._replace(batch=6600))
+    nothing = posed._replace(geometry=posed.geometry._replace(batch=0))
     of = grad_input_tma_clocks
     for tile in tma_tiles(posed):
         fixed = of.clocks(nothing, tile, 132)
@@ -192,8 +192,8 @@ def test_two_consumers_are_faster_only_where_both_have_tiles() -> None:
     """The one multiplies while the other stores, which takes long where there are few taps and NCHW is stored."""
     layer = Geometry(330, 128, 16, 16, 64, (2, 2), (2, 2))
     posed, alone = (
-        replace(
-            as_convolution(problem(layer.with_batch(batch), channels_last=True)), output_channels_last=False
+        as_convolution(problem(layer.with_batch(batch), channels_last=True))._replace(
+            output_channels_last=False
         )
         for batch in (330, 1)
     )
@@ -210,7 +210,7 @@ def test_two_consumers_are_faster_only_where_both_have_tiles() -> None:
 
 def test_a_tile_that_stores_nchw_takes_longer() -> None:
     posed = as_convolution(problem(LAYER, channels_last=True))
-    in_nchw = replace(posed, output_channels_last=False)
+    in_nchw = posed._replace(output_channels_last=False)
     for tile in tma_tiles(posed):
         of_each = [grad_input_tma_clocks.tile_clocks(one, tile) for one in (posed, in_nchw)]
         assert of_each[0] < of_each[1]

@@ -231,7 +231,7 @@ def test_a_size_gets_the_shape_that_is_expected_to_be_the_fastest() -> None:
     schedules = grad_input_im2col_choice.candidates(layer, representatives(layer)[0], H200)
     chosen: dict[Im2colKernel, set[Im2colShape]] = {}
     for batch, side in ((64, 4), (64, 8), (64, 16), (8, 64), (8, 128)):
-        geometry = replace(DECODER, batch=batch, height=side, width=side)
+        geometry = DECODER._replace(batch=batch, height=side, width=side)
         posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
         for schedule in schedules:
             alone = [replace(schedule, shapes=(one,)) for one in schedule.shapes]
@@ -248,7 +248,7 @@ def test_a_size_gets_the_shape_that_is_expected_to_be_the_fastest() -> None:
 
 
 UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
-DECODER = replace(UNET1, kernel=(4, 4), padding=(1, 1))
+DECODER = UNET1._replace(kernel=(4, 4), padding=(1, 1))
 VOCODER = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
 #: Layers with rows of 129 and 638 pixels, which are no multiples of 16 bytes; the second has few multiply-adds for each
 #: of them.
@@ -265,7 +265,7 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
         (STYLEGAN2, torch.float32, ["pad_rows", "grad_input_im2col"]),
         (STYLEGAN2, torch.float16, ["nchw_to_nhwc", "nchw_to_nhwc", "grad_input_implicit_gemm_tma"]),
         (KB81, torch.float32, ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"]),
-        (replace(UNET1, in_channels=16), torch.float32, ["grad_input_im2col"]),
+        (UNET1._replace(in_channels=16), torch.float32, ["grad_input_im2col"]),
     ],
     ids=str,
 )
@@ -313,7 +313,7 @@ def test_sides_between_powers_of_two_have_shapes_of_their_own() -> None:
 
 
 def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
-    posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
+    posed = as_convolution(plan.Problem(STYLEGAN2._replace(groups=1), torch.float32, "tf32", False, False))
     kernel = next(one for one in grad_input_im2col_tile.kernels(posed, H200) if one.partial)
     tile = Im2colTile(kernel, next(grad_input_im2col_tile.shapes(posed, kernel, H200)), 2)
     part = grad_input_im2col.lower(posed, tile)

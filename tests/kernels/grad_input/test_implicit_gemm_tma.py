@@ -47,7 +47,7 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             geometry = Geometry(
                 batch, channels[0] // groups, *size, channels[1] // groups, kernel, stride, padding
             )
-            geometry = replace(geometry, output_padding=(0, -geometry.out_width % stride[1]))
+            geometry = geometry._replace(output_padding=(0, -geometry.out_width % stride[1]))
         else:
             stride = (rng.randint(1, 4), rng.randint(1, 4))
             dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)))
@@ -79,7 +79,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         problem = plan.Problem(random_geometry(rng, dtype.itemsize), dtype, precision, True, True)
         posed = as_convolution(problem)
         if rng.random() < 0.3:
-            posed = replace(posed, output_channels_last=False)
+            posed = posed._replace(output_channels_last=False)
         kinds: dict[tuple[object, ...], list[TmaTile]] = {}
         if posed.step != (1, 1) and grad_input_tma.supports(posed, H200):
             for tile in every_tile(posed):
@@ -213,7 +213,7 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
 @pytest.mark.parametrize("seed", range(4))
 def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
     for _, posed, tile in cases(seed, 10):
-        channels_last = replace(posed, output_channels_last=True)
+        channels_last = posed._replace(output_channels_last=True)
         part = grad_input_tma.lower(channels_last, tile)
         found, wanted = emulated(channels_last, part, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -44,9 +43,9 @@ def test_the_family_comes_first_where_it_computes_the_problem() -> None:
     assert families[:of_layer] == [grad_input_tma.FAMILY] * of_layer
     assert {*families} == {grad_input_tma.FAMILY, grad_input_implicit_gemm.FAMILY}
     for other in (
-        replace(problem, channels_last=False, weight_channels_last=False),
-        replace(problem, geometry=replace(geometry, out_channels=62)),
-        replace(problem, dtype=torch.float32),
+        problem._replace(channels_last=False, weight_channels_last=False),
+        problem._replace(geometry=geometry._replace(out_channels=62)),
+        problem._replace(dtype=torch.float32),
     ):
         found = {part.family for part in grad_input_implicit_gemm.part_candidates(other, H200, 8)}
         assert found
@@ -93,7 +92,7 @@ def test_a_box_of_too_many_columns_gets_a_dimension_for_their_phases() -> None:
         posed = as_convolution(plan.Problem(ONE_ROW, *mode, True, True))
         tiles = every_tile(posed)
         assert any(tile.phase_dimension and tile.images <= ONE_ROW.batch for tile in tiles)
-        ragged = replace(ONE_ROW, output_padding=(0, 1))
+        ragged = ONE_ROW._replace(output_padding=(0, 1))
         posed = as_convolution(plan.Problem(ragged, *mode, True, True))
         assert not any(tile.phase_dimension for tile in every_tile(posed))
 
@@ -105,9 +104,9 @@ def test_of_strides_above_8_only_whole_ones_are_loaded() -> None:
         assert tiles
         assert all(tile.phase_dimension for tile in tiles)
         for other in (
-            replace(layer, output_padding=(0, 1)),
-            replace(layer, groups=2),
-            replace(layer, kernel=(10, 4), stride=(10, 1), padding=(0, 0)),
+            layer._replace(output_padding=(0, 1)),
+            layer._replace(groups=2),
+            layer._replace(kernel=(10, 4), stride=(10, 1), padding=(0, 0)),
         ):
             assert not grad_input_tma.supports(as_convolution(plan.Problem(other, *mode, True, True)), H200)
 
@@ -168,13 +167,13 @@ def test_dense_tiles_read_one_group_and_corners_of_a_byte() -> None:
 
     of_groups = Geometry(16, 128, 14, 14, 128, (4, 4), (2, 2), (1, 1), groups=2)
     assert dense_kernels(of_groups)
-    assert not dense_kernels(replace(of_groups, in_channels=96, out_channels=96))
-    assert not dense_kernels(replace(of_groups, groups=1, height=8, width=300)), (
+    assert not dense_kernels(of_groups._replace(in_channels=96, out_channels=96))
+    assert not dense_kernels(of_groups._replace(groups=1, height=8, width=300)), (
         "wider than a stage has room for"
     )
     of_padding = Geometry(4, 64, 1, 300, 64, (1, 4), (1, 2), (0, 1))
     assert dense_kernels(of_padding)
-    assert not dense_kernels(replace(of_padding, padding=(0, 129)))
+    assert not dense_kernels(of_padding._replace(padding=(0, 129)))
 
 
 @pytest.mark.parametrize(("channels", "kernel"), [(256, 2), (256, 3), (256, 4), (512, 4)])

@@ -7,7 +7,6 @@ import itertools
 import math
 import random
 import statistics
-from dataclasses import replace
 
 import pytest
 import torch
@@ -53,9 +52,9 @@ def multiplying(part: Part) -> Kernel:
 
 def with_odd_columns(layer: Geometry) -> Geometry:
     """Returns a large batch of odd rows, in grad_output as far as its output_padding allows."""
-    size = replace(layer, batch=257, height=layer.height if layer.kernel[0] == 1 else 9, width=37)
+    size = layer._replace(batch=257, height=layer.height if layer.kernel[0] == 1 else 9, width=37)
     last = max(layer.stride[1], layer.dilation[1])
-    sizes = [replace(size, output_padding=(layer.output_padding[0], added)) for added in range(last)]
+    sizes = [size._replace(output_padding=(layer.output_padding[0], added)) for added in range(last)]
     return next((one for one in sizes if one.out_width % 2), size)
 
 

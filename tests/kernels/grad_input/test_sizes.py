@@ -8,7 +8,6 @@ import math
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -241,7 +240,7 @@ def test_aligned_rows_are_multiples_of_a_power_of_two(kernel: int, stride: int, 
     posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
     assert posed.aligned_columns == multiple
     assert posed.can_be_aligned
-    assert replace(posed, aligned=True).row_multiple == multiple
+    assert posed._replace(aligned=True).row_multiple == multiple
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------
@@ -268,11 +267,11 @@ def small_layer(rng: random.Random) -> Geometry:
 def random_size(rng: random.Random, layer: Geometry, whole: bool) -> Geometry:
     """Returns a small layer with a random size and output_padding. ``whole``: its rows of grad_output are whole
     strides, and mostly multiples of 16 bytes."""
-    geometry = replace(random_sizes(rng, layer, rng.choice((9, 60))), batch=rng.randint(1, 5))
+    geometry = random_sizes(rng, layer, rng.choice((9, 60)))._replace(batch=rng.randint(1, 5))
     if not whole:
-        return replace(geometry, output_padding=(rng.randint(0, 1), rng.randint(0, 1)))
-    geometry = replace(geometry, width=8 * -(-geometry.width // 8))
-    return replace(geometry, output_padding=(rng.randint(0, 1), -geometry.out_width % layer.stride[1]))
+        return geometry._replace(output_padding=(rng.randint(0, 1), rng.randint(0, 1)))
+    geometry = geometry._replace(width=8 * -(-geometry.width // 8))
+    return geometry._replace(output_padding=(rng.randint(0, 1), -geometry.out_width % layer.stride[1]))
 
 
 def some_kernels(rng: random.Random, problem: plan.Problem, count: int = 40) -> Kernels:

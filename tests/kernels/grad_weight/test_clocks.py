@@ -148,7 +148,7 @@ def test_odd_rows_and_float32_without_tf32_take_longer_in_the_implicit_gemm() ->
     def least(geometry: Geometry, mode: Mode, channels_last: bool = False) -> float:
         return min(one.clocks(geometry, H200) for one in schedules(posed(geometry, mode, channels_last)))
 
-    odd = replace(LAYER, width=15, output_padding=(0, 1))
+    odd = LAYER._replace(width=15, output_padding=(0, 1))
     assert odd.out_width % 2
     assert least(odd, FP16) > 1.2 * least(LAYER, FP16)
     assert least(odd, FP16, True) < 1.1 * least(LAYER, FP16, True)
@@ -157,7 +157,7 @@ def test_odd_rows_and_float32_without_tf32_take_longer_in_the_implicit_gemm() ->
 
 def test_the_clocks_of_loads_by_tma_grow_with_splits_far_strides_and_ragged_pixels() -> None:
     of, problem = grad_weight_tma_clocks, posed(LAYER, channels_last=True)
-    ragged = posed(replace(LAYER, in_channels=248), channels_last=True)
+    ragged = posed(LAYER._replace(in_channels=248), channels_last=True)
     split = far = 0
     for tile in tma_tiles(problem):
         work, tiles = of.work_of(problem, tile), pixel_tiles(LAYER, tile.tile.shape)
@@ -175,7 +175,7 @@ def test_the_clocks_of_loads_by_tma_grow_with_splits_far_strides_and_ragged_pixe
         assert loaded == pytest.approx(2000 * of.BYTE_CLOCKS)
         assert of.work_of(ragged, tile).clocks > 1.1 * work.clocks
         if tile.box_per_tap_col:  # as many boxes as with the other stride
-            farther = posed(replace(LAYER, stride=(2, 4)), channels_last=True)
+            farther = posed(LAYER._replace(stride=(2, 4)), channels_last=True)
             assert of.work_of(farther, tile).clocks > 1.01 * work.clocks
             far += 1
     assert split > 10
@@ -186,13 +186,13 @@ def test_the_clocks_of_im2col_in_nchw_grow_with_copies_short_rings_and_rows_that
     of, aligned = grad_weight_im2col_nchw_clocks, Geometry(32, 128, 32, 32, 64, (4, 4), (2, 2), (1, 1))
     stage, *_ = grad_weight_im2col_nchw_tile.stages_of(aligned)
     # Rows of grad_output of an odd number of columns are copied.
-    odd = replace(aligned, output_padding=(0, 1))
+    odd = aligned._replace(output_padding=(0, 1))
     copied = grad_weight_im2col_nchw_tile.copied_bytes(odd, stage)
     assert copied > 4 * 32 * 64 * 64 * 64
     copy = copy_clocks(2 * copied)
     moved = of.BYTE_CLOCKS * (tensor_bytes(odd, 4) - tensor_bytes(aligned, 4))
     assert of.fixed_clocks(odd, stage) - of.fixed_clocks(aligned, stage) == pytest.approx(copy + moved)
-    half = replace(H200, shared_memory_per_block=H200.shared_memory_per_block // 2)
+    half = H200._replace(shared_memory_per_block=H200.shared_memory_per_block // 2)
     small = Geometry(128, 256, 7, 7, 128, (4, 4), (2, 2), (1, 1))
     short = shared = 0
     for tile in nchw_tiles(posed(small, TF32), H200):
@@ -204,7 +204,7 @@ def test_the_clocks_of_im2col_in_nchw_grow_with_copies_short_rings_and_rows_that
             short += 1
         # Whole maps of 7 rows of 7 pixels have as many steps as one row of 49.
         if stage.rows == stage.cols == 7:
-            one_row = replace(small, height=1, width=49)
+            one_row = small._replace(height=1, width=49)
             row = replace(stage, rows=1, cols=49, pitch=49)
             assert row.steps(one_row) == stage.steps(small)
             assert clocks > of.stage_clocks(one_row, kernel, replace(row, images=1), H200)
@@ -215,7 +215,7 @@ def test_the_clocks_of_im2col_in_nchw_grow_with_copies_short_rings_and_rows_that
 
 def test_the_clocks_of_im2col_in_channels_last_grow_with_far_strides_splits_and_clusters() -> None:
     of, near = grad_weight_im2col_nhwc_clocks, Geometry(8, 128, 32, 32, 128, (4, 4), (2, 2), (1, 1))
-    far = replace(near, stride=(2, 4))
+    far = near._replace(stride=(2, 4))
     boxes = [tile for tile in nhwc_tiles(posed(near, TF32, True), H200) if tile.box_per_tap_col]
     assert len(boxes) > 10
     for tile in boxes:  # as many as with the other stride
@@ -241,7 +241,7 @@ def test_the_clocks_of_stride1_grow_with_rows_and_short_rings() -> None:
     of = grad_weight_stride1_clocks
     geometry = Geometry(8, 64, 256, 512, 64, (3, 5))
     for problem in (posed(geometry, TF32), posed(geometry), posed(geometry, TF32, True)):
-        twice = replace(problem, geometry=replace(geometry, batch=16))
+        twice = problem._replace(geometry=geometry._replace(batch=16))
         for tile in grad_weight_stride1_tile.candidates(problem, H200):
             clocks, taken = of.best_tile(problem, tile, H200)
             assert 1.7 * clocks < of.best_tile(twice, tile, H200)[0] < 2.1 * clocks
@@ -293,7 +293,7 @@ def expected_of_all(of: ModuleType) -> Iterator[float]:
             yield of.clocks(problem)
         elif of is pytorch_clocks:
             for taps in ((4, 4), (8, 9)):
-                yield of.clocks(posed(replace(geometry, kernel=taps), mode, last), H200)
+                yield of.clocks(posed(geometry._replace(kernel=taps), mode, last), H200)
 
 
 def constants_of(of: ModuleType) -> list[str]:
@@ -346,10 +346,10 @@ def test_nothing_is_expected_of_pytorch_where_nothing_was_measured() -> None:
         problem = posed(LAYER, mode, last)
         assert clocks(problem, H200) < math.inf
         for other in (
-            replace(problem, geometry=replace(LAYER, groups=2)),
-            replace(problem, geometry=replace(LAYER, kernel=(8, 8))),
-            replace(problem, dtype=torch.float32, precision="ieee"),
-            replace(problem, dtype=torch.float64, precision="ieee"),
+            problem._replace(geometry=LAYER._replace(groups=2)),
+            problem._replace(geometry=LAYER._replace(kernel=(8, 8))),
+            problem._replace(dtype=torch.float32, precision="ieee"),
+            problem._replace(dtype=torch.float64, precision="ieee"),
         ):
             assert clocks(other, H200) == math.inf
         for device in (AMPERE, plan.Device("sm_100", 148, 227 << 10)):
@@ -361,7 +361,7 @@ def test_pytorchs_operator_takes_longer_with_copies_of_nchw_and_in_tf32() -> Non
     assert clocks(posed(LAYER), H200) > clocks(posed(LAYER, channels_last=True), H200)
     assert clocks(posed(LAYER, TF32), H200) > clocks(posed(LAYER), H200)
     # Channels count in multiples of 64.
-    more, odd = (replace(LAYER, in_channels=channels) for channels in (320, 257))
+    more, odd = (LAYER._replace(in_channels=channels) for channels in (320, 257))
     per_byte = pytorch_clocks.BYTE_CLOCKS_NCHW
     bytes_of = [tensor_bytes(one, 2) for one in (more, odd)]
     saved = clocks(posed(more), H200) - clocks(posed(odd), H200)
@@ -377,12 +377,12 @@ def test_pytorchs_operator_is_taken_only_beyond_the_margin(
     margin = pytorch_clocks.MARGIN
     assert margin > 1
     for family, stride in itertools.product(("implicit_gemm_tma", "narrow_mma", "gemm", "general"), (2, 10)):
-        problem = posed(replace(LAYER, stride=(1, stride)), channels_last=True)
+        problem = posed(LAYER._replace(stride=(1, stride)), channels_last=True)
         ours = plan.expected_clocks(problem, mask, H200)
         for share, beyond in ((0.99, False), (1.01, True)):
             theirs = ours / (margin * share)
             monkeypatch.setattr(pytorch_clocks, "clocks", lambda *_, theirs=theirs: theirs)
-            made = replace(plan.plan_backward(problem, mask, H200), family=family)
+            made = plan.plan_backward(problem, mask, H200)._replace(family=family)
             with monkeypatch.context() as patched:
                 patched.setattr(plan, "plan_backward", lambda *_, made=made: made)
                 why = why_native(problem, H200)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -171,9 +170,9 @@ def test_each_pixel_reads_the_columns_of_its_taps_from_the_boxes(geometry: Geome
     ("geometry", "copied"),
     [
         (UNET, set()),
-        (replace(UNET, output_padding=(0, 1)), {0}),  # rows of grad_output of 65 pixels
-        (replace(WIDE, height=31, width=30), {1}),  # images of 930 pixels
-        (replace(UNET, width=31), {0, 1}),
+        (UNET._replace(output_padding=(0, 1)), {0}),  # rows of grad_output of 65 pixels
+        (WIDE._replace(height=31, width=30), {1}),  # images of 930 pixels
+        (UNET._replace(width=31), {0, 1}),
     ],
     ids=str,
 )

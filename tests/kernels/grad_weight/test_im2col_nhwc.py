@@ -83,7 +83,7 @@ def test_rows_of_all_images_are_contiguous_where_kernel_is_stride_and_nothing_is
     assert rows_are_contiguous(UNET)
     assert rows_are_contiguous(ODD)
     assert not rows_are_contiguous(WIDE)  # rows of taps overlap
-    assert not rows_are_contiguous(replace(UNET, output_padding=(1, 1)))
+    assert not rows_are_contiguous(UNET._replace(output_padding=(1, 1)))
 
 
 @pytest.mark.gpu

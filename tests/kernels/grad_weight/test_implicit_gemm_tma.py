@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_wide_layers_in_16_bits_and_channels_last_are_planned_with_tma(geometry:
 )
 def test_what_tma_cannot_load_is_not_claimed(change: dict) -> None:
     assert supports(problem(CYCLEGAN), H200)
-    assert not supports(problem(replace(CYCLEGAN, **change)), H200)
+    assert not supports(problem(CYCLEGAN._replace(**change)), H200)
 
 
 def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> None:
@@ -75,8 +74,8 @@ def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> Non
     # Three taps side by side, not two and one unused.
     constants = dict(part.launches[0].kernel.constants)
     assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))
-    assert not supports(problem(replace(gaps, stride=(3, 3), dilation=(1, 1))), H200)
-    assert not supports(problem(replace(gaps, in_channels=24)), H200)
+    assert not supports(problem(gaps._replace(stride=(3, 3), dilation=(1, 1))), H200)
+    assert not supports(problem(gaps._replace(in_channels=24)), H200)
 
 
 def possible_splits(posed: plan.Problem, tma_tile: TmaTile, device: plan.Device) -> list[int]:
@@ -109,7 +108,7 @@ def test_tiles_never_read_pixels_that_no_tap_reaches() -> None:
     geometry = Geometry(8, 64, 16, 13, 64, (1, 3), (1, 5), dilation=(1, 4))
     tiles = list(candidates(problem(geometry), H200))
     assert {tma_tile.tile.cols for tma_tile in tiles} <= {13}
-    without = list(candidates(problem(replace(geometry, dilation=(1, 1))), H200))
+    without = list(candidates(problem(geometry._replace(dilation=(1, 1))), H200))
     assert {tma_tile.tile.cols for tma_tile in without} >= {8, 16}
 
 
@@ -119,7 +118,7 @@ def test_boxes_begin_at_whole_pieces_of_memory() -> None:
     grouped = Geometry(1, 8 * 512, 64, 64, 8 * 256, (3, 3), (2, 2), groups=8)
     assert supports(problem(grouped), H200)
     for channels in ({"in_channels": 8 * 511}, {"out_channels": 8 * 257}, {"in_channels": 8 * 516}):
-        assert not supports(problem(replace(grouped, **channels)), H200)
+        assert not supports(problem(grouped._replace(**channels)), H200)
 
 
 def random_geometry(rng: random.Random) -> Geometry:

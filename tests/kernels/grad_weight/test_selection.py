@@ -9,7 +9,6 @@ import math
 import random
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -84,8 +83,8 @@ def extremes(layer: Geometry) -> Iterator[Geometry]:
         columns = layer.out_channels * math.prod(layer.stride) + layer.in_channels
         area = pixels or elements // columns
         side = 1 if one_row else math.isqrt(area)
-        size = replace(layer, height=side, width=max(1, area // side - odd), output_padding=(largest[0], 0))
-        size = replace(size, batch=max(1, elements // (columns * area)))
+        size = layer._replace(height=side, width=max(1, area // side - odd), output_padding=(largest[0], 0))
+        size = size._replace(batch=max(1, elements // (columns * area)))
         if min(size.out_height, size.out_width) > 0 and (pixels or elements == 1 << 26):
             yield size
 
@@ -115,7 +114,7 @@ def without_bias(kernel: Kernel) -> Kernel:
     """Returns a kernel whether or not it adds up the bias: the launch that copies grad_output for im2col_nchw does that
     where there is one."""
     constants = tuple((name, value) for name, value in kernel.constants if name != "WITH_BIAS")
-    return replace(kernel, constants=constants, spills=False)
+    return kernel._replace(constants=constants, spills=False)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +167,8 @@ def test_maps_of_one_pixel_have_the_fourth_kernel_where_they_are_apart() -> None
         ("unet4", 4, None),
     ):
         problem = problem_of(name, TF32, True)
-        pixel = replace(problem, geometry=replace(problem.geometry, height=1, width=1))
-        large = replace(problem, geometry=replace(problem.geometry, height=64, width=64))
+        pixel = problem._replace(geometry=problem.geometry._replace(height=1, width=1))
+        large = problem._replace(geometry=problem.geometry._replace(height=64, width=64))
         assert limit_of(layer_of(large), H200) == of_maps
         assert (layer_of(pixel) == layer_of(large)) == (of_pixels is None)
         assert of_pixels in (None, limit_of(layer_of(pixel), H200))
@@ -258,7 +257,7 @@ def test_the_weights_of_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = representatives(layer)
 
     def regret(kernels: Kernels) -> float:
-        clocks = [best_clocks(kernels, replace(layer, geometry=size.geometry)) for size in sizes]
+        clocks = [best_clocks(kernels, layer._replace(geometry=size.geometry)) for size in sizes]
         return sum(size.weight * math.log(of_size) for size, of_size in zip(sizes, clocks, strict=True))
 
     weighted = selected(layer)
@@ -300,7 +299,7 @@ def test_copies_are_taken_exactly_where_they_are_expected_to_be_faster() -> None
 
 def test_what_the_gradient_of_the_input_gains_counts_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may read the copy of grad_output that the gradient of the weight needs."""
-    problem = posed(replace(BY_NAME["unet1"], batch=4, height=31, width=31))
+    problem = posed(BY_NAME["unet1"]._replace(batch=4, height=31, width=31))
     (made, *_), (lie, *_) = (
         ranked(problem, H200)
         for ranked in (

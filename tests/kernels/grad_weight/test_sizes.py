@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def test_no_size_is_compiled_in() -> None:
     for layer in LAYERS:
         for channels_last in (False, True):
             problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
-            posed = (problem, replace(problem, dtype=torch.float32, precision="tf32"))
+            posed = (problem, problem._replace(dtype=torch.float32, precision="tf32"))
             parts = [part for one in posed for part in (*planned(one, H200, False), *from_copies(one, H200))]
             for one in (launch for part in parts for launch in part.launches):
                 assert not names & dict(one.kernel.constants).keys()
@@ -77,7 +76,7 @@ def test_the_output_padding_is_an_argument() -> None:
             kernels = set()
             for size in range(30, 38):
                 for padding in ((0, 0), (1, 1), (0, 1)):
-                    geometry = replace(layer, width=size, output_padding=padding)
+                    geometry = layer._replace(width=size, output_padding=padding)
                     problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
                     parts = [*planned(problem, H200, False), *from_copies(problem, H200)]
                     assert parts
@@ -100,7 +99,7 @@ def test_the_kernels_of_a_layer_compile(request: pytest.FixtureRequest) -> None:
             layer = layer_of(plan.Problem(geometry, dtype, "tf32", channels_last, channels_last))
             compiled: dict[Kernel, list[int]] = {}
             for size, _ in representatives(layer):
-                problem = replace(layer, geometry=size)
+                problem = layer._replace(geometry=size)
                 for kernel in map(multiplying, (*planned(problem, H200, False), *from_copies(problem, H200))):
                     if kernel not in compiled:
                         _, log = jit.compile_with_log(kernel, "sm_90a")
@@ -152,7 +151,7 @@ def random_part(
     """Returns a problem, the launch that multiplies, and those that reduce its splits."""
     layers = [layer.geometry for layer in LAYERS if layer.name in EMULATED]
     while True:
-        geometry = replace(random_sizes(rng, rng.choice(layers), limit), batch=rng.randint(1, 9))
+        geometry = random_sizes(rng, rng.choice(layers), limit)._replace(batch=rng.randint(1, 9))
         dtype, precision = rng.choice(MODES)
         channels_last = rng.random() < 0.5
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
@@ -173,7 +172,7 @@ def test_every_pixel_is_in_one_tile_of_one_split(seed: int) -> None:
         assert main.structs[0][19] == cols.bit_length() - 1
         assert images * rows * cols == 32
         if sizes.batch < g.batch:  # as rows of one image
-            g = replace(g, batch=1, height=g.batch * g.height)
+            g = g._replace(batch=1, height=g.batch * g.height)
     else:
         images, rows, cols = (int(constants[name]) for name in ("TILE_N", "TILE_H", "TILE_W"))
         assert (sizes.out_height, sizes.out_width) == (g.out_height, g.out_width)
@@ -292,7 +291,7 @@ def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[p
         channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
         by_kernel: dict[Kernel, list[tuple[plan.Problem, Plan]]] = {}
         for _ in range(40):
-            geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 5))
+            geometry = random_sizes(rng, layer, 70)._replace(batch=rng.randint(1, 5))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
             with_bias = bias and bool(planned(posed, device, True))
             outputs = (Output(geometry.weight_shape, channels_last), Output((geometry.out_channels,)))

@@ -75,8 +75,8 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
             # The gradient of the bias has launches of its own.
             assert family(posed, with_bias=True) == "stride1, general"
         assert family(problem(geometry, torch.float16, channels_last=True)) != "stride1"
-        assert family(replace(problem(geometry), precision="ieee")) != "stride1"
-    assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
+        assert family(problem(geometry)._replace(precision="ieee")) != "stride1"
+    assert family(problem(SQUARE._replace(height=16, width=16))) != "stride1"
     # Few output channels.
     small = Geometry(1, 256, 264, 200, 17, (3, 3), padding=(1, 1))
     assert family(problem(small)) == "stride1"
@@ -86,19 +86,19 @@ def test_only_aligned_layers_of_stride_1_are_claimed() -> None:
     def supports(geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> bool:
         return stride1.supports(problem(geometry, dtype, channels_last), H200)
 
-    assert not stride1.supports(problem(SQUARE), replace(H200, architecture="sm_100"))
-    assert not supports(replace(SQUARE, stride=(2, 2)))
-    assert not supports(replace(SQUARE, dilation=(2, 1)))
+    assert not stride1.supports(problem(SQUARE), H200._replace(architecture="sm_100"))
+    assert not supports(SQUARE._replace(stride=(2, 2)))
+    assert not supports(SQUARE._replace(dilation=(2, 1)))
     # Rows of the input that are no multiples of 16 bytes.
-    assert not supports(replace(SQUARE, width=1022))
-    assert supports(replace(SQUARE, width=1020))
-    assert not supports(replace(SQUARE, width=1020), torch.float16)
-    assert supports(replace(SQUARE, width=1022), channels_last=True)
+    assert not supports(SQUARE._replace(width=1022))
+    assert supports(SQUARE._replace(width=1020))
+    assert not supports(SQUARE._replace(width=1020), torch.float16)
+    assert supports(SQUARE._replace(width=1022), channels_last=True)
     # Rows of grad_output that are none, and a tap beside them.
-    assert not supports(replace(SQUARE, kernel=(3, 4), padding=(0, 1)))
+    assert not supports(SQUARE._replace(kernel=(3, 4), padding=(0, 1)))
     # Every other channel of grad_output lies at a multiple of 16 bytes, and a group has an odd number of them.
-    assert supports(replace(SQUARE, height=1023, out_channels=66))
-    assert not supports(replace(SQUARE, height=1023, out_channels=65))
+    assert supports(SQUARE._replace(height=1023, out_channels=66))
+    assert not supports(SQUARE._replace(height=1023, out_channels=65))
 
 
 def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
@@ -124,8 +124,8 @@ def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, 
     while True:
         channels_last = rng.random() < 0.4
         posed = problem(random_geometry(rng, channels_last), rng.choice(MODES), channels_last)
-        posed = replace(posed, weight_channels_last=rng.random() < 0.5)
-        small = replace(device, multiprocessors=rng.choice((1, 4, device.multiprocessors)))
+        posed = posed._replace(weight_channels_last=rng.random() < 0.5)
+        small = device._replace(multiprocessors=rng.choice((1, 4, device.multiprocessors)))
         found = list(tiles.candidates(posed, small)) if stride1.supports(posed, device) else []
         if found:
             _, tile = stride1_clocks.best_tile(posed, rng.choice(found), small)

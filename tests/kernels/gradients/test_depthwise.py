@@ -55,7 +55,7 @@ def test_the_planner_takes_the_family_where_a_thread_can_keep_its_taps() -> None
         return plan.plan_backward(posed, (True, True, False), device).family == "depthwise"
 
     assert supported(problem(CENTERNET), TURING)
-    assert not supported(problem(replace(CENTERNET, out_channels=128)))
+    assert not supported(problem(CENTERNET._replace(out_channels=128)))
     assert not supported(problem(CENTERNET.with_batch(0)))
     assert not supported(problem(CENTERNET, torch.float64))
     # More taps than a thread can keep, however many threads share a tile.
@@ -64,7 +64,7 @@ def test_the_planner_takes_the_family_where_a_thread_can_keep_its_taps() -> None
 
 def test_the_bias_has_a_launch_of_its_own_where_the_taps_do_not_meet_all_of_grad_output() -> None:
     gaps = Geometry(4, 32, 20, 20, 32, (2, 2), (3, 3), groups=32)
-    beyond = replace(CENTERNET, padding=(0, 0), output_padding=(1, 1))
+    beyond = CENTERNET._replace(padding=(0, 0), output_padding=(1, 1))
     assert meets_all(CENTERNET)
     for geometry in (gaps, beyond):
         assert not meets_all(geometry)

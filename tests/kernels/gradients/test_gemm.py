@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -58,13 +57,13 @@ def test_one_launch_computes_all_gradients(dtype: torch.dtype, channels_last: bo
 )
 def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
     assert gradients_gemm.supports(problem(), H200)
-    assert not gradients_gemm.supports(problem(replace(LATENT, **change)), H200)
+    assert not gradients_gemm.supports(problem(LATENT._replace(**change)), H200)
 
 
 def test_the_family_computes_tf32_in_one_layout_on_sm_90a_only() -> None:
-    assert not gradients_gemm.supports(replace(problem(), precision="ieee"), H200)
-    assert not gradients_gemm.supports(replace(problem(), weight_channels_last=True), H200)
-    assert not gradients_gemm.supports(problem(), replace(H200, architecture="sm_80"))
+    assert not gradients_gemm.supports(problem()._replace(precision="ieee"), H200)
+    assert not gradients_gemm.supports(problem()._replace(weight_channels_last=True), H200)
+    assert not gradients_gemm.supports(problem(), H200._replace(architecture="sm_80"))
     assert gradients_gemm.plan_backward(problem(), (False, False, True), H200) is None
 
 
@@ -75,7 +74,7 @@ def test_the_expected_clocks_decide(dtype: torch.dtype, channels_last: bool) -> 
     pixel have one kernel."""
     chosen = set()
     for layer, mask in product(
-        (LATENT, replace(LATENT, in_channels=1024, out_channels=64), replace(LATENT, kernel=(3, 3))), MASKS
+        (LATENT, LATENT._replace(in_channels=1024, out_channels=64), LATENT._replace(kernel=(3, 3))), MASKS
     ):
         families = []
         for batch in (1, 8, 64, 200, 512):

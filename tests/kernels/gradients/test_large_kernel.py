@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def test_one_pass_computes_both_gradients_of_fcn_heads(
 )
 def test_the_family_does_not_compute_other_geometries(change: dict) -> None:
     assert supports(problem(FCN32S, torch.float16), H200)
-    assert not supports(problem(replace(FCN32S, **change), torch.float16), H200)
+    assert not supports(problem(FCN32S._replace(**change), torch.float16), H200)
 
 
 @pytest.mark.gpu

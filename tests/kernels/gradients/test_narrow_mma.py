@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def test_larger_tiles_compute_groups_where_they_are_expected_to_be_faster() -> N
     """At stride 1 those of the forward pass do, and a layer has the kernels of one family, whatever its sizes."""
     eights = Geometry(8, 64, 32, 32, 64, (3, 3), (1, 1), (1, 1), groups=8)
     narrower = Geometry(8, 64, 32, 32, 32, (3, 3), (1, 1), (1, 1), groups=8)
-    strided = replace(eights, stride=(2, 2))
+    strided = eights._replace(stride=(2, 2))
     for layer, dtype, channels_last, family in (
         (eights, torch.float16, True, "implicit_gemm"),
         (narrower, torch.float32, False, "narrow_mma"),
@@ -89,7 +88,7 @@ def test_larger_tiles_compute_groups_where_they_are_expected_to_be_faster() -> N
 
 
 def test_the_convolution_of_a_problem_is_that_problem() -> None:
-    for geometry in (RGB, PAIRS, GAPS, replace(RGB, output_padding=(1, 0)), replace(GAPS, dilation=(2, 3))):
+    for geometry in (RGB, PAIRS, GAPS, RGB._replace(output_padding=(1, 0)), GAPS._replace(dilation=(2, 3))):
         for dtype, precision in ((torch.float32, "tf32"), (torch.float32, "ieee"), (torch.float16, "ieee")):
             for layouts in ((False, True), (True, False)):
                 posed = plan.Problem(geometry, dtype, precision, *layouts)
@@ -221,7 +220,7 @@ def test_stores_touch_sectors_together_where_lanes_store_neighbours() -> None:
 
 
 #: A head, a layer of many taps whose weights in channels_last lie far apart, and groups, in 16 bits and float32.
-PRICED = (HEADS[2], SEVERAL_TAPS[0], replace(PAIRS, batch=1))
+PRICED = (HEADS[2], SEVERAL_TAPS[0], PAIRS._replace(batch=1))
 
 
 def expected_of_all() -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -145,7 +144,7 @@ def _narrow_tiles(
 ) -> tuple[tuple[GradInputTile, ...], tuple[GradWeightTile, ...]]:
     """Returns the tiles of both gradients that a layer may have."""
     sizes = [as_problem(size) for size in representatives(convolution)[0]]
-    others = [replace(layer, geometry=size.geometry) for size in grad_weight_representatives(layer)]
+    others = [layer._replace(geometry=size.geometry) for size in grad_weight_representatives(layer)]
     return (
         grad_input_narrow_mma.candidates(sizes, device),
         grad_weight_narrow_mma.candidates(others, device),
@@ -202,7 +201,7 @@ def _wide(rng: random.Random) -> Geometry:
 
 def _of_stride_one(rng: random.Random) -> Geometry:
     found = _layer(rng, rng.choice((32, 64, 72)), rng.choice((32, 64)), rng.choice((3, 5)), 1)
-    return replace(found, stride=(1, 1), dilation=(1, 1))
+    return found._replace(stride=(1, 1), dilation=(1, 1))
 
 
 def _few_channels(rng: random.Random) -> Geometry:
@@ -219,7 +218,7 @@ def _of_groups(rng: random.Random) -> Geometry:
 
 def _rgb(rng: random.Random) -> Geometry:
     found = _layer(rng, rng.choice((40, 64, 100, 128)), rng.choice((1, 3)), rng.choice((3, 4)), 1)
-    return replace(found, stride=(4, 4), dilation=(1, 1)) if rng.random() < 0.3 else found
+    return found._replace(stride=(4, 4), dilation=(1, 1)) if rng.random() < 0.3 else found
 
 
 def _of_many_taps(rng: random.Random) -> Geometry:
@@ -274,12 +273,12 @@ def sizes_of_one_kernel(
             precision = "tf32"
         by_kernel: dict[tuple[Kernel, Mask], list[tuple[plan.Problem, Part, Mask]]] = {}
         for _ in range(40):
-            geometry = replace(random_sizes(rng, layer, rng.choice((9, 70))), batch=rng.randint(1, 5))
+            geometry = random_sizes(rng, layer, rng.choice((9, 70)))._replace(batch=rng.randint(1, 5))
             if family in ("im2col_nchw", "stride1"):
-                geometry = replace(geometry, width=8 * -(-geometry.width // 8))
+                geometry = geometry._replace(width=8 * -(-geometry.width // 8))
             largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
-            padded = replace(
-                geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1]))
+            padded = geometry._replace(
+                output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1]))
             )
             geometry = rng.choice((geometry, padded))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
