@@ -1,4 +1,4 @@
-"""The layout of the workspace of a plan."""
+"""What a plan and planning may take: the layout of a workspace, and how much is remembered."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ WORKSPACE_ALIGNMENT = 256
 #: Bytes that copies of tensors in another layout may take of a workspace, on top of the bound of partial sums
 #: (general.WORKSPACE_LIMIT_BYTES). Larger tensors are not copied.
 MAX_COPY_BYTES = 1 << 30
+#: How many results a function of the sizes of a layer remembers.
+MAX_REMEMBERED = 256
 
 
 class WorkspaceLayout:

@@ -13,6 +13,7 @@ from math import gcd
 
 from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.hardware import SECTOR_BYTES
+from tconv_swap.kernels.common.limits import MAX_REMEMBERED
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
     TileProblem,
@@ -108,8 +109,6 @@ SHORT_STORE_CLOCKS, STORED_BYTE_CLOCKS_NHWC, OF_PHASES = 0.395, 0.0103, 1.93
 #: What the clocks of a tile depend on of a size: whether the L2 has not always its input and output; the largest power
 #: of two that divides its rows of outputs, at most that of a store; and the pitch of a dense map.
 _Kind = tuple[bool, int, int]
-#: How many kinds the clocks of a tile remember: widths of maps make more of them.
-_MAX_KINDS = 256
 
 
 def expected_clocks(problem: TileProblem, tile: Tile, multiprocessors: int) -> float:
@@ -136,7 +135,7 @@ def clocks_of_tile(layer: TileProblem, tile: Tile, multiprocessors: int) -> Call
         lone = lone_block if 0 < rest <= multiprocessors else 0.0
         kind = None if are_alike else _kind_of(problem, tile)
         if kind not in of_kinds:
-            if len(of_kinds) == _MAX_KINDS:
+            if len(of_kinds) == MAX_REMEMBERED:
                 of_kinds.clear()
             of_kinds[kind] = _tile_clocks(problem, tile)
         clocks = LAUNCH_CLOCKS + (rounds + lone) * of_kinds[kind] + BYTE_CLOCKS * problem.moved_bytes

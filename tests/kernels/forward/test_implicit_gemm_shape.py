@@ -17,10 +17,12 @@ from implicit_gemm_tma_cases import H200, random_geometry
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
+from tconv_swap.kernels.common.limits import MAX_REMEMBERED
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_shape as forward_shape
 from tconv_swap.kernels.forward.implicit_gemm_candidates import Schedule, Timer
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
+from tconv_swap.kernels.forward.implicit_gemm_clocks import clocks_of_tile, expected_clocks
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
     Tile,
     TileProblem,
@@ -211,3 +213,15 @@ def test_of_parts_that_are_nearly_as_fast_that_with_the_fewest_tiles_is_taken(
             forward_shape, "clocks_of_tile", lambda _, one, __, found=of_shape: lambda _: found[one]
         )
         assert forward_shape.best_shape(problem, tile, 132)(problem) == (of_shape[best], best)
+
+
+def test_the_clocks_of_few_widths_are_remembered() -> None:
+    """Dense tiles take other clocks at each width."""
+    posed, tile = next((posed, tile) for posed, tile in shaped_cases(3, 40) if tile.dense)
+    clocks_of = clocks_of_tile(posed, tile, H200.multiprocessors)
+    (remembered,) = (cell.cell_contents for cell in clocks_of.__closure__ or () if cell.cell_contents == {})
+    for width in range(8, 8 + 2 * MAX_REMEMBERED):
+        size = posed._replace(geometry=posed.geometry._replace(width=width))
+        assert clocks_of(size) == expected_clocks(size, tile, H200.multiprocessors)
+        assert 1 <= len(remembered) <= MAX_REMEMBERED
+    assert len(remembered) > 1
