@@ -50,7 +50,11 @@ _numbers = count()
 
 @lru_cache(maxsize=1)
 def _planner() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_threads(), "tconv_swap-planner", disk_cache.search_by, (worker_pool.call,))
+    return _planners(_threads())
+
+
+def _planners(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "tconv_swap-planner", disk_cache.search_by, (worker_pool.call,))
 
 
 @lru_cache(maxsize=1)
@@ -133,8 +137,7 @@ def begin_others(key: Hashable, make_others: MakePlans, architecture: str) -> No
 
 def make_all(jobs: Iterable[MakePlans]) -> list[Plan]:
     """Returns the plans of all jobs, which are made at a time."""
-    threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, "tconv_swap-planner", disk_cache.search_by, (worker_pool.call,)) as pool:
+    with _planners(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         made = pool.map(lambda make_plans: list(make_plans()), jobs)
         return [one for of_job in made for one in of_job]
 

@@ -10,6 +10,8 @@ import pickle
 import threading
 from collections.abc import Callable, Hashable
 from functools import lru_cache
+from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +25,15 @@ _Result = TypeVar("_Result")
 _SOURCES = ("geometry.py", "runtime/integers.py", "runtime/program.py", "kernels")
 _MAX_IN_MEMORY = 1024
 
-#: Of each thread: ``call(function, *arguments)`` returns what the function returns.
+#: Of each thread, ``call``: who makes its results.
 _thread = threading.local()
 #: Of threads that need the same result one makes it, with the lock of its file.
 _locks: dict[Path, threading.Lock] = {}
 
 
 def search_by(call: Callable[..., Any]) -> None:
-    """Lets ``call`` make the results that this thread needs and that are not kept."""
+    """Lets ``call(function, *arguments)``, which returns what the function returns, make the results that this thread
+    needs and that are not kept."""
     _thread.call = call
 
 
@@ -42,12 +45,15 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
     a pickle as by the library that lies beside it.
     """
 
+    module, name = function.__module__, function.__qualname__
+
     def once(*arguments: Hashable) -> _Result:
-        path = _path(f"{function.__module__}.{function.__qualname__}", arguments)
-        with _locks.setdefault(path, threading.Lock()):
-            found = kept_or_made(path, arguments)
-        _locks.pop(path, None)
-        return found
+        path = _path(f"{module}.{name}", arguments)
+        try:
+            with _locks.setdefault(path, threading.Lock()):
+                return kept_or_made(path, arguments)
+        finally:
+            _locks.pop(path, None)
 
     def kept_or_made(path: Path, arguments: tuple[Hashable, ...]) -> _Result:
         try:
@@ -57,7 +63,10 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
             pass
         except Exception as error:  # whatever a damaged pickle raises
             logger.info("%s is planned again (%s)", path.name, error)
-        made: _Result = getattr(_thread, "call", _call)(function, *arguments)
+        call = getattr(_thread, "call", None)
+        made: _Result = (
+            function(*arguments) if call is None else call(search, sources_digest(), module, name, arguments)
+        )
         try:
             write_atomically(path, pickle.dumps(made))
         except OSError as error:
@@ -67,8 +76,15 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
     return lru_cache(maxsize=_MAX_IN_MEMORY)(functools.wraps(function)(once))
 
 
-def _call(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    return function(*arguments)
+def search(digest: bytes, module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Returns what a decorated function makes, for the process whose ``sources_digest`` this is.
+
+    Raises:
+        RuntimeError: this process has read other sources, as after an update of the package.
+    """
+    if digest != sources_digest():
+        raise RuntimeError("the sources of planning have changed")
+    return unwrap(getattr(import_module(module), name))(*arguments)
 
 
 def _path(name: str, arguments: tuple[Any, ...]) -> Path:

@@ -12,7 +12,6 @@ import pickle
 import signal
 import sys
 from importlib import import_module
-from inspect import unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -22,7 +21,7 @@ READY = b"ready\n"
 
 
 class Request(NamedTuple):
-    """A function, by its module and name (without its decorators), and its arguments, pickled."""
+    """A function, by its module and name, and its arguments, pickled."""
 
     module: str
     name: str
@@ -65,7 +64,7 @@ def replace_modules() -> None:
 def answer(request: Request) -> Reply:
     """Computes the function."""
     try:
-        function = unwrap(getattr(import_module(request.module), request.name))
+        function = getattr(import_module(request.module), request.name)
         return Reply(pickle.dumps(function(*pickle.loads(request.arguments))), "")
     except Exception as error:
         return Reply(b"", f"{type(error).__name__}: {error}")

@@ -19,6 +19,7 @@ from size_cases import H200
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.layer_sizes import other_sizes, usual_sizes
+from tconv_swap.kernels.grad_weight.selection import layer_of
 from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime import disk_cache, worker_pool
 
@@ -65,7 +66,7 @@ def test_processes_beside_this_one_search_the_same(
     def call(function: Callable[..., Any], *arguments: Any) -> Any:
         found = worker_pool.call(function, *arguments)
         assert repr(found) == repr(function(*arguments))
-        searched[function.__module__] = searched.get(function.__module__, 0) + 1
+        searched[arguments[1]] = searched.get(arguments[1], 0) + 1
         return found
 
     monkeypatch.setattr(disk_cache, "cache_directory", lambda: tmp_path)
@@ -77,6 +78,20 @@ def test_processes_beside_this_one_search_the_same(
     assert not caplog.text
     assert searched.keys() == {one.__module__ for one in kept_functions()}
     assert min(searched.values()) >= 2
+
+
+def test_a_process_that_reads_other_sources_does_not_search(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sources were changed after this process had read them."""
+    (function,) = (one for one in kept_functions() if "grad_weight" in one.__module__)
+    layer = layer_of(plan.Problem(SUITE["dcgan5"].geometry, torch.float16, "ieee", False, False))
+    wanted = function.__module__, function.__name__, (layer, H200)
+    expected = repr(function(layer, H200))
+    monkeypatch.setattr(disk_cache, "sources_digest", lambda: b"before")
+    with caplog.at_level("INFO", "tconv_swap"):
+        assert repr(worker_pool.call(disk_cache.search, b"before", *wanted)) == expected
+    assert "search fails in a process beside this one (RuntimeError: the sources of planning" in caplog.text
 
 
 def test_of_threads_that_need_the_same_search_one_makes_it(

@@ -19,9 +19,16 @@ class HashedOnce:
         return hash(tuple(self.__getstate__().values()))
 
     def _replace(self: _Data, **changes: Any) -> _Data:
-        """Returns the same with other fields, as named tuples do: several times as fast as ``dataclasses.replace``."""
+        """Returns the same with other fields, as named tuples do, in less time than ``dataclasses.replace``.
+
+        Raises:
+            ValueError: there is no such field.
+        """
+        fields = self.__getstate__()
+        if not fields.keys() >= changes.keys():
+            raise ValueError(f"{type(self).__name__} has no {', '.join(changes.keys() - fields.keys())}")
         made = object.__new__(type(self))
-        made.__dict__.update(self.__getstate__(), **changes)
+        made.__dict__.update(fields, **changes)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
