@@ -35,7 +35,6 @@ PYTORCH = "pytorch"
 #: The gradients of input and weight one after the other, each by the fastest family.
 APART = "apart"
 FROM_COPIES = "nchw_to_nhwc"
-GENERAL = "general"
 
 #: Kernels that prepare the operands of another kernel, or add up its partial results.
 _HELPERS = frozenset(

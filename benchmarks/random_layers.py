@@ -109,11 +109,6 @@ def _batch(source: random.Random, most: int) -> int:
     return max(source.choice(sizes), source.choice(sizes))
 
 
-def _square(source: random.Random, least: int, most: int) -> Pair:
-    size = _size(source, least, most)
-    return size, size
-
-
 def _oblong(source: random.Random, least: int, most: int) -> Pair:
     return _size(source, least, most), _size(source, least, most)
 

@@ -125,12 +125,6 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
     raise InputShapeError(f"cannot infer the input shape, {what}: {advice(model)}")
 
 
-def infer_input_shape(model: nn.Module) -> tuple[tuple[int, ...], str]:
-    """Returns the shape of `infer_inputs`, and one line that says how it was found."""
-    found = infer_inputs(model)
-    return tuple(found.inputs.args[0].shape), found.how
-
-
 def required_arguments(model: nn.Module) -> list[inspect.Parameter]:
     """Returns the arguments of `forward` that have no default."""
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.input_search import InputShapeError, infer_input_shape, infer_inputs, try_modes
+from tconv_swap.input_search import InputShapeError, infer_inputs, try_modes
 from tconv_swap.inputs import Inputs, random_inputs
 
 Pair = namedtuple("Pair", "first second")
@@ -189,7 +189,7 @@ class TestSizes:
     def test_the_first_shape_with_more_than_one_pixel_is_taken(
         self, model: nn.Module, shape: tuple[int, ...]
     ) -> None:
-        assert infer_input_shape(model)[0] == shape
+        assert infer_inputs(model).inputs.args[0].shape == shape
 
     def test_shapes_that_did_not_run_are_named(self) -> None:
         found = infer_inputs(nn.Sequential(nn.Conv2d(1, 4, 2, 2), *head(784)))
@@ -221,9 +221,9 @@ class TestInference:
         ids=lambda value: "" if isinstance(value, tuple) else type(value).__name__,
     )  # fmt: skip
     def test_finds_a_shape(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        found, how = infer_input_shape(model)
-        assert found == shape
-        assert how.startswith("inferred from ")
+        found = infer_inputs(model)
+        assert found.inputs.args[0].shape == shape
+        assert found.how.startswith("inferred from ")
 
     def test_embeddings_get_valid_integers(self) -> None:
         model = nn.Sequential(nn.Embedding(5, 8), nn.Unflatten(1, (2, 2, 2)), up(2))
@@ -285,7 +285,7 @@ class TrainOnly(nn.Module):
 
 
 def test_a_network_that_runs_only_in_train_mode_gets_a_shape() -> None:
-    assert infer_input_shape(TrainOnly())[0] == (2, 4, 16, 16)
+    assert infer_inputs(TrainOnly()).inputs.args[0].shape == (2, 4, 16, 16)
 
 
 def test_try_modes_returns_errors_and_reached_modules() -> None:

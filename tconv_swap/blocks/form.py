@@ -4,15 +4,12 @@ operators."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tconv_swap.kernels.norm.shape import FROM_OUTPUT, Activation
-
-NormModule: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm1d | nn.InstanceNorm2d
 
 #: For each norm of torch.nn: the dimensions of its input, and whether it normalises every image by itself.
 NORMS: dict[type[nn.Module], tuple[tuple[int, ...], bool]] = {

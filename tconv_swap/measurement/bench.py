@@ -44,7 +44,6 @@ from tconv_swap.preserving import preserved
 
 logger = logging.getLogger("tconv_swap")
 
-UNSTEADY_SPREAD = 0.25
 MODEL_ITSELF = "(the model itself)"
 Progress = Callable[[str, int, int], None]
 
@@ -139,12 +138,6 @@ class BenchmarkReport:
         if not whole or not parts:
             return None
         return min(1.0, sum(parts) / whole)
-
-    @property
-    def unsteady(self) -> list[Comparison]:
-        """Returns the comparisons whose samples vary so much that other work must have used the machine."""
-        rows: list[Comparison] = [*self.network, *self.layers]
-        return [c for c in rows if max(c.original.spread, c.swapped.spread) > UNSTEADY_SPREAD]
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tconv_swap.measurement.bench import UNSTEADY_SPREAD
 from tconv_swap.measurement.environment import machine_name
 from tconv_swap.measurement.roof import Ceilings, Work
 from tconv_swap.report.document import MODEL_ITSELF
@@ -16,6 +15,8 @@ from tconv_swap.report.words import size_text, verdict_of
 
 FAMILIES = {"native": "PyTorch", "plain": "PyTorch"}
 """Words for the reader, for families whose own name is not clear."""
+#: The spread of a timing from which on other work must have used the machine.
+UNSTEADY_SPREAD = 0.25
 
 Json = Mapping[str, Any]
 

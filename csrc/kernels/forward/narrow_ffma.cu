@@ -63,7 +63,6 @@ constexpr int WEIGHT_CI = WEIGHT_ROWS * KERNEL_W * TAP;  // of one input channel
 // With RESIDENT all weights stay in shared memory; else the weights of each chunk are loaded with it.
 constexpr int WEIGHT_CHANNELS = RESIDENT ? CHUNKS * CHUNK : CHUNK;
 constexpr int WEIGHT_TILE = WEIGHT_CHANNELS * WEIGHT_CI;
-constexpr int WEIGHT_BUFFERS = ASYNC && !RESIDENT ? 2 : 1;
 
 constexpr int SUMS = PHASES_H * THREAD_ROWS * THREAD_COLUMNS * PHASES_W * THREAD_CHANNELS;
 constexpr int WINDOW = THREAD_ROWS + INPUT_H - LANES_H * THREAD_ROWS;  // input rows of a thread

@@ -25,7 +25,6 @@ constexpr int INPUT_WORDS = CHANNELS_LAST ? HALO_H * HALO_W * PIXEL_PITCH : WORD
 // Several threads copy a line: a row of the halo with all channels (channels_last), or a word of k of the whole halo (NCHW). A
 // thread makes the same copies in each of its lines. PARALLEL_LINES lines are copied at a time.
 constexpr int LINE_COPIES = CHANNELS_LAST ? HALO_W * (WORDS * CHANNELS_PER_WORD / COPY) : HALO_H * (HALO_W / COPY);
-constexpr int INPUT_LINES = CHANNELS_LAST ? HALO_H : WORDS;
 constexpr int PARALLEL_LINES = LINE_COPIES < THREADS ? THREADS / LINE_COPIES : 1;
 constexpr int SLOTS = ceil_div(LINE_COPIES, THREADS);
 

@@ -245,17 +245,6 @@ struct WindowLoader {
   }
 };
 
-/// Rounds a float32 window to TF32, where the tensor cores would truncate. By all threads, a part each.
-template <class Win>
-__device__ __forceinline__ void round_window(u32 window) {
-#pragma unroll 4
-  for (u32 at = window + threadIdx.x * 16; at < window + Win::BYTES; at += THREADS * 16) {
-    const uint4 v = ptx::load_shared_vector(at);
-    const u32 words[4] = {ptx::round_to_tf32(v.x), ptx::round_to_tf32(v.y), ptx::round_to_tf32(v.z), ptx::round_to_tf32(v.w)};
-    ptx::store_shared<4>(at, words);
-  }
-}
-
 static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + WindowLoader<InputWindow>::TABLE_BYTES + WindowLoader<OutputWindow>::TABLE_BYTES,
               "the plan and the kernel must agree");
 
@@ -302,10 +291,6 @@ struct Producer {
         WindowLoader<OutputWindow>::copy(output_stage(index), output_table(), output_source(index), misalignment());
     }
     ptx::commit_copies();
-  }
-  /// Rounds an input that has arrived to TF32.
-  __device__ __forceinline__ void round_input(int index) const {
-    if (index < count) round_window<InputWindow>(input_stage(index));
   }
 
  private:

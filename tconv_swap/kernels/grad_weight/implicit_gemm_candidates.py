@@ -244,7 +244,6 @@ def _schedules_of(
                 stages,
                 blocks,
                 shape.wgmma,
-                multiples,
             )
             yield Schedule(problem, tile, operands, work_of(problem, tile, operands))
 

@@ -30,7 +30,6 @@ class Tile(NamedTuple):
         taps: rows and columns of taps of a block.
         tap_step: from one of them to the next.
         images, rows, cols: pixels of the input in a stage.
-        multiples: powers of two that divide the columns of the input and of grad_output, in NCHW.
     """
 
     warps: tuple[int, int, int, int]
@@ -45,7 +44,6 @@ class Tile(NamedTuple):
     stages: int
     blocks_per_multiprocessor: int
     wgmma: bool = False
-    multiples: Pair = (1, 1)
 
     @property
     def threads(self) -> int:

@@ -14,7 +14,6 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import (
     Work,
     expected_clocks,
     loaded_elements,
-    work_of,
     works_of,
 )
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import clocks_of_sizes as clocks_of_work
@@ -31,11 +30,6 @@ class Schedule:
     problem: Problem
     tma_tile: TmaTile
     work: Work
-
-
-def schedule_of(problem: Problem, tma_tile: TmaTile) -> Schedule:
-    """Returns the schedule of a layer's kernel with this tile."""
-    return Schedule(problem, tma_tile, work_of(problem, tma_tile))
 
 
 def tiles_of(geometry: Geometry, limits: Limits, shape: tuple[int, int, int]) -> int:
