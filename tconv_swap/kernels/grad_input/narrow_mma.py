@@ -48,8 +48,8 @@ from tconv_swap.kernels.gradients.narrow_mma_cost import (
     GRAD_INPUT,
     Multiplies,
     microseconds,
+    tile_price,
     tile_work,
-    work_of,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
@@ -297,6 +297,14 @@ def _with_splits(
     if needed > 250 or needed * grad_output.threads > REGISTERS:
         return None
     shared = 4 * (grad_output.shared_words + here * weights + stage + 8 * k_steps)
+    rows_read = 2 if geometry.in_channels_per_group <= 8 else 4
+    multiplies = Multiplies(
+        grad_output.threads // 32 * k_steps * here,
+        m_tiles,
+        n_tiles,
+        passes,
+        0 if in_registers else rows_read,
+    )
     return GradInputTile(
         grad_output,
         m_tiles,
@@ -304,7 +312,7 @@ def _with_splits(
         warps_m,
         needed,
         shared,
-        passes,
+        tile_price(tile_work(problem, grad_output, multiplies), GRAD_INPUT, here),
         warps_p,
         store,
         splits,
@@ -324,15 +332,6 @@ def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Devic
     layer, grad_output, resident = sizes[0], tile.grad_output, tile.resident
     geometry = layer.geometry
     k_steps = ceil_div(chunk_taps(geometry, grad_output), 8)
-    rows_read = 2 if geometry.in_channels_per_group <= 8 else 4
-    multiplies = Multiplies(
-        grad_output.threads // 32 * k_steps * tile.chunks_here,
-        tile.m_tiles,
-        tile.n_tiles,
-        tile.passes,
-        0 if tile.weights_in_registers else rows_read,
-    )
-    of_tile = tile_work(layer, grad_output, multiplies)
     channels = (
         min(16 * tile.m_tiles * tile.warps_m, geometry.in_channels_per_group) * grad_output.block_groups
     )
@@ -349,19 +348,14 @@ def clocks_of_sizes(tile: GradInputTile, sizes: Sequence[Problem], device: Devic
         across = blocks_across(geometry, tile)
         blocks = across * ceil_div(down, _segment_tiles(down, across, device.multiprocessors * resident, 2))
         weights = blocks * tile.chunks_here * channels * k_steps * 8
-        work, warps = work_of(
-            problem,
-            of_tile,
-            device,
-            tiles=across * down,
-            blocks=blocks,
-            resident=resident,
-            chunks=tile.chunks_here,
+        expected = microseconds(
+            *(problem, tile.price, GRAD_INPUT, device),
+            *(across * down, blocks, resident),
             weights=weights,
             partial_bytes=input_bytes(geometry) * tile.splits if tile.splits > 1 else 0,
             sectors=weights * of_weight + further_sectors(problem, tile),
         )
-        found.append(CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_INPUT, warps))
+        found.append(CLOCKS_OF_MICROSECOND * expected)
     return found
 
 

@@ -36,6 +36,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     MAX_SUM_TILES,
     SHARED_BYTES,
     NarrowTile,
+    TilePrice,
     channel_tiles,
     chunk_shapes,
     common_constants,
@@ -51,8 +52,8 @@ from tconv_swap.kernels.gradients.narrow_mma_cost import (
     GRAD_WEIGHT,
     Multiplies,
     microseconds,
+    tile_price,
     tile_work,
-    work_of,
 )
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -301,20 +302,30 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     shared = 4 * max(grad_output.shared_words, exchange)
                     if shared > min(SHARED_BYTES, device.shared_memory_per_block):
                         continue
+                    grad_output = replace(grad_output, threads=unpitched.threads)
+                    multiplies = Multiplies(2 * units * warps, m_tiles, n_tiles, passes, 0)
                     yield GradWeightTile(
-                        replace(grad_output, threads=unpitched.threads),
+                        grad_output,
                         m_tiles,
                         n_tiles,
                         warps_m,
                         needed,
                         shared,
-                        passes,
+                        _price(problem, grad_output, multiplies, vector),
                         warps_n,
                         warps_k,
                         vector,
                         depth,
                         exact,
                     )
+
+
+def _price(problem: Problem, grad_output: GradOutputTile, multiplies: Multiplies, vector: int) -> TilePrice:
+    """Returns the price of a tile whose loads of the input in NCHW have ``vector`` elements."""
+    load = _input_load(problem, grad_output.block_groups, multiplies.m_tiles, vector)
+    rows_of_input = 1 if problem.geometry.in_channels_per_group <= 8 else 2
+    inputs = multiplies.steps * multiplies.m_tiles * 2 * rows_of_input / load
+    return tile_price(tile_work(problem, grad_output, multiplies), GRAD_WEIGHT, 1, inputs)
 
 
 def _row_loads(problem: Problem) -> tuple[int, ...]:
@@ -354,29 +365,19 @@ def clocks_of_sizes(tile: GradWeightTile, sizes: Sequence[Problem], device: Devi
     """Returns the expected clocks of sizes of a layer; infinitely many where the tile does not support the size."""
     if not sizes:
         return []
-    layer, grad_output = sizes[0], tile.grad_output
-    geometry = layer.geometry
-    load = _input_load(layer, grad_output.block_groups, tile.m_tiles, tile.input_vector)
-    rows_of_input = 1 if geometry.in_channels_per_group <= 8 else 2
-    steps = grad_output.threads // 32 * (grad_output.tile_h * grad_output.tile_w // 8 // tile.warps_k)
+    geometry = sizes[0].geometry
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
-    of_tile = tile_work(layer, grad_output, Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0))
     found = []
     for problem in sizes:
         if not supports_tile(problem, tile, False):
             found.append(inf)
             continue
         cut = cut_of(problem.geometry, tile, device)
-        work, warps = work_of(
-            problem,
-            of_tile,
-            device,
-            tiles=cut.tiles,
-            blocks=cut.blocks,
-            resident=cut.resident,
-            chunks=1,
-            inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
-            partial_bytes=count * cut.splits if cut.splits > 1 else 0,
+        partial_bytes = count * cut.splits if cut.splits > 1 else 0
+        expected = microseconds(
+            *(problem, tile.price, GRAD_WEIGHT, device),
+            *(cut.tiles, cut.blocks, cut.resident),
+            partial_bytes=partial_bytes,
         )
-        found.append(CLOCKS_OF_MICROSECOND * microseconds(work, GRAD_WEIGHT, warps))
+        found.append(CLOCKS_OF_MICROSECOND * expected)
     return found

@@ -4,8 +4,9 @@ that they need."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -54,21 +55,29 @@ INPUT_REGISTERS = 32
 MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
 #: Registers that the compiler may use beyond the expected number, so that it never spills.
 REGISTER_MARGIN = 40
-#: Cycles of a multiply and instructions issued in a cycle, of a multiprocessor, and bytes of the L2 in a cycle
-#: (measured, rounded).
-MULTIPLY_CYCLES = 1.55
-ISSUED_PER_CYCLE = 2.6
-L2_BYTES_PER_CYCLE = 3000
 #: The most channels whose sums a block keeps for grad_bias beside those of grad_weight.
 BIAS_CHANNELS = 16
+
+#: Microseconds of a unit, and the microseconds to add times 8 / warps, because few warps do not hide each other's
+#: waits.
+Price = tuple[float, float]
+
+
+class TilePrice(NamedTuple):
+    """The microseconds of a tile, with all its chunks, on a multiprocessor; ``warps``: of a block."""
+
+    #: What the warps issue; what other blocks of the multiprocessor hide; the bytes that the tile loads.
+    issued: Price
+    latency: Price
+    loaded: Price
+    warps: float
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowTile:
     """The constants that the kernels of both gradients have, and what a tile of either costs.
 
-    ``registers``: of a thread, as expected. ``shared_bytes``: of a block. ``passes``: how often a load of grad_output
-    from shared memory goes over the banks, on average.
+    ``registers``: of a thread, as expected. ``shared_bytes``: of a block.
     """
 
     grad_output: GradOutputTile
@@ -77,7 +86,7 @@ class NarrowTile:
     warps_m: int
     registers: int
     shared_bytes: int
-    passes: float
+    price: TilePrice = field(compare=False)
 
     @property
     def resident(self) -> int:

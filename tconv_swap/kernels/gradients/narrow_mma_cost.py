@@ -16,6 +16,8 @@ from tconv_swap.kernels.gradients.grad_output_tile import GradOutputTile, column
 from tconv_swap.kernels.gradients.narrow_mma import (
     MAX_KEPT_SOURCES,
     MAX_PREFETCHED_BYTES,
+    Price,
+    TilePrice,
     rounds_nothing,
 )
 from tconv_swap.kernels.problem import Device, Problem
@@ -23,28 +25,35 @@ from tconv_swap.kernels.problem import Device, Problem
 #: Loads of a batch (BATCH of csrc/kernels/gradients/grad_output_tile.cuh).
 BATCH = 8
 
-#: Microseconds of a unit, and the microseconds to add times 8 / warps, because few warps do not hide each other's
-#: waits.
-Price = tuple[float, float]
-
 
 class Prices(NamedTuple):
-    """The prices of one unit of each amount of :class:`Work`, in its order, on an H200."""
+    """The prices of one unit of each part of the work of a multiprocessor, on an H200. Instructions are counted for
+    each warp."""
 
+    #: A pass over the banks of shared memory.
     read: Price
     multiply: Price
+    #: An instruction beside the copies.
     instruction: Price
+    #: A copy to shared memory, a copy whose address is computed anew, and an element that goes through registers.
     copy: Price
     place: Price
     put: Price
+    #: A load of a weight, and of a vector of the input.
     weight: Price
     input: Price
+    #: A byte of grad_output that tiles load, with halos; of the problem's tensors; of partial sums.
     byte: Price
     tensor_byte: Price
     partial_byte: Price
+    #: A sector of memory that stores touch, once for each store, beyond those that are stored, or that loads of weights
+    #: touch.
     sector: Price
+    #: A batch of loads through registers that is waited for; a chunk of a tile, of those that a block computes one
+    #: after another.
     wait: Price
     step: Price
+    #: A wave of blocks; the launch.
     round: Price
     start: Price
 
@@ -87,35 +96,6 @@ GRAD_WEIGHT = Prices(
 )
 
 
-class Work(NamedTuple):
-    """The work of one multiprocessor. Instructions are counted for each warp."""
-
-    #: Passes over the banks of shared memory.
-    reads: float
-    multiplies: float
-    #: Instructions beside the copies.
-    instructions: float
-    #: Copies to shared memory, copies whose addresses are computed anew, and elements that go through registers.
-    copies: float
-    places: float
-    puts: float
-    #: Loads of weights, and of vectors of the input.
-    weights: float
-    inputs: float
-    #: Bytes of grad_output that tiles load, with halos; bytes of the problem's tensors; bytes of partial sums.
-    loaded: float
-    tensors: float
-    partials: float
-    #: Sectors of memory that stores touch, once for each store, beyond those that are stored, and that loads of weights
-    #: touch; batches of loads through registers that are waited for one after the other.
-    sectors: float
-    waits: float
-    #: Chunks of tiles that a block computes one after another; waves of blocks; the launch.
-    steps: float
-    rounds: float
-    start: float = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Multiplies:
     """The steps of 8 k of all warps of a block for one tile and chunk, and the contents of a step."""
@@ -126,15 +106,6 @@ class Multiplies:
     passes: float
     #: Reads of shared memory for each m tile, beside those of grad_output.
     other_reads: int
-
-
-def microseconds(work: Work, prices: Prices, warps: float) -> float:
-    """Returns the expected microseconds if ``warps`` warps are resident on a multiprocessor."""
-    lone = 8 / warps
-    total = 0.0
-    for amount, (alone, waiting) in zip(work, prices, strict=True):
-        total += amount * (alone + waiting * lone)
-    return total
 
 
 class TileWork(NamedTuple):
@@ -185,28 +156,54 @@ def tile_work(problem: Problem, grad_output: GradOutputTile, multiplies: Multipl
     )
 
 
-def work_of(
+def tile_price(of_chunk: TileWork, prices: Prices, chunks: int, inputs: float = 0.0) -> TilePrice:
+    """Returns the price of a tile of ``chunks`` chunks of the taps each, with ``inputs`` loads of the input."""
+    multiplies, elements = of_chunk.multiplies, chunks * of_chunk.elements
+    copies = elements / of_chunk.load
+    products = multiplies.m_tiles * multiplies.n_tiles * of_chunk.products
+    issued = _sum(
+        (multiplies.steps * of_chunk.reads, prices.read),
+        (multiplies.steps * products, prices.multiply),
+        (multiplies.steps * of_chunk.instructions, prices.instruction),
+        (copies, prices.copy),
+        (copies if of_chunk.places else 0.0, prices.place),
+        (elements if of_chunk.through_registers else 0.0, prices.put),
+        (inputs, prices.input),
+    )
+    latency = _sum((chunks * of_chunk.batches, prices.wait), (chunks, prices.step))
+    loaded = _sum((chunks * of_chunk.loaded_bytes, prices.byte))
+    return TilePrice(issued, latency, loaded, of_chunk.threads / 32)
+
+
+def _sum(*amounts: tuple[float, Price]) -> Price:
+    """Returns the price of these amounts."""
+    alone = waiting = 0.0
+    for amount, price in amounts:
+        alone += amount * price[0]
+        waiting += amount * price[1]
+    return alone, waiting
+
+
+def microseconds(
     problem: Problem,
-    of_tile: TileWork,
+    of_tile: TilePrice,
+    prices: Prices,
     device: Device,
     tiles: int,
     blocks: int,
     resident: int,
-    chunks: int,
     weights: float = 0.0,
-    inputs: float = 0.0,
     partial_bytes: float = 0.0,
     sectors: float = 0.0,
-) -> tuple[Work, float]:
-    """Returns the work of a multiprocessor, and how many warps are resident on it, for ``tiles`` tiles of ``chunks``
-    chunks of the taps each, in ``blocks`` blocks of which ``resident`` run on a multiprocessor at a time.
+) -> float:
+    """Returns the expected microseconds of ``tiles`` tiles in ``blocks`` blocks of which ``resident`` run on a
+    multiprocessor at a time.
 
     Args:
-        of_tile: the work of one chunk of a tile.
+        of_tile: the price of a tile, by these ``prices``.
         weights: loads of weights of all blocks.
-        inputs: loads of the input of a tile.
         partial_bytes: bytes of partial sums.
-        sectors: of memory that all blocks touch, as ``Work`` has them.
+        sectors: of memory that all blocks touch, as ``Prices`` counts them.
     """
     multiprocessors = device.multiprocessors
     occupied = max(1.0, min(resident, blocks / multiprocessors))
@@ -215,25 +212,17 @@ def work_of(
         uneven = ceil(blocks / multiprocessors) * multiprocessors / blocks
     else:
         uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
-    share = tiles / multiprocessors * uneven
-    multiplies = of_tile.multiplies
-    steps, elements = share * multiplies.steps, share * chunks * of_tile.elements
-    copies = elements / of_tile.load
-    work = Work(
-        reads=steps * of_tile.reads,
-        multiplies=steps * multiplies.m_tiles * multiplies.n_tiles * of_tile.products,
-        instructions=steps * of_tile.instructions,
-        copies=copies,
-        places=copies if of_tile.places else 0.0,
-        puts=elements if of_tile.through_registers else 0.0,
-        weights=weights / 32 / multiprocessors,
-        inputs=share * inputs,
-        loaded=tiles * chunks * of_tile.loaded_bytes / multiprocessors,
-        tensors=problem.geometry.elements * problem.dtype.itemsize / multiprocessors,
-        partials=partial_bytes / multiprocessors,
-        sectors=sectors / multiprocessors,
-        waits=share * chunks * of_tile.batches / occupied,
-        steps=share * chunks / occupied,
-        rounds=max(1.0, rounds),
+    mean = tiles / multiprocessors
+    share = mean * uneven
+    alone, waiting = _sum(
+        (share, of_tile.issued),
+        (share / occupied, of_tile.latency),
+        (mean, of_tile.loaded),
+        (weights / 32 / multiprocessors, prices.weight),
+        (problem.geometry.elements * problem.dtype.itemsize / multiprocessors, prices.tensor_byte),
+        (partial_bytes / multiprocessors, prices.partial_byte),
+        (sectors / multiprocessors, prices.sector),
+        (max(1.0, rounds), prices.round),
+        (1.0, prices.start),
     )
-    return work, occupied * of_tile.threads / 32
+    return alone + waiting * 8 / (occupied * of_tile.warps)
