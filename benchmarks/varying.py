@@ -7,8 +7,9 @@ of the stream up to the end of the GPU's work, and does so a second time. It sto
 compares the calls that all sides have finished, and gives their number.
 
 Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.9 (docs/first-calls.md). With
-``--rounds`` PyTorch's side and the warm one run so often, in turn, and each is the run with the median total, beside
-the totals of all.
+``--rounds`` PyTorch's side and the warm one run so often, in turn, and the time of each call is the median of its times
+in all runs: what stalls one run is left out, what a call takes in every run is not. The totals of all runs stand
+beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,19 +74,21 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         link_host_parts(Path(cache))
         for side in (*SIDES, *(PYTORCH, WARM) * (options.rounds - 1)):
             runs[side].append(_in_a_process(name, side, cache, options))
-    sides = {side: median_run(of_side) for side, of_side in runs.items()}
+    sides = {side: median_of_runs(of_side) for side, of_side in runs.items()}
     return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": sides}
 
 
-def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the run with the median total, of an even number the shorter of two, with ``totals``, those of the first
-    pass of all runs in their order; the first run that failed, if one has."""
+def median_of_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the median seconds of each call that all runs have finished, with ``totals``, those of the first pass of
+    each run in their order; the first run that failed, if one has."""
     failed = [run for run in runs if "error" in run]
     if failed:
         return dict(failed[0])
-    totals = [sum(run["first"]) for run in runs]
-    median = sorted(range(len(runs)), key=totals.__getitem__)[(len(runs) - 1) // 2]
-    return {**runs[median], "totals": totals}
+    calls = {
+        key: [statistics.median(of_call) for of_call in zip(*(run[key] for run in runs), strict=False)]
+        for key in ("first", "again")
+    }
+    return {**calls, "totals": [sum(run["first"]) for run in runs]}
 
 
 def _in_a_process(name: str, side: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:

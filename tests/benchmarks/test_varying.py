@@ -65,30 +65,35 @@ def test_the_program_on_a_cpu(
     assert "mask-head" in capsys.readouterr().out
 
 
-def test_sides_run_in_turn_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"pytorch": iter([3.0, 1.0, 2.0]), "cold": iter([9.0]), "warm": iter([1.5, 4.0, 0.5])}
+def test_sides_run_in_turn_and_the_median_of_each_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {
+        "pytorch": iter([[3.0, 1.0], [1.0, 9.0], [2.0, 2.0]]),
+        "cold": iter([[9.0, 1.0]]),
+        "warm": iter([[1.5, 0.5], [4.0, 0.5], [0.5, 0.5]]),
+    }
     ran: list[str] = []
 
     def run(name: str, side: str, *_: Any) -> dict[str, Any]:
         ran.append(side)
-        return {"first": [next(seconds[side])], "again": [0.1]}
+        return {"first": next(calls[side]), "again": [0.1] * len(ran)}
 
     monkeypatch.setattr(varying, "_in_a_process", run)
     options = varying.make_parser().parse_args(["--tiny", "--rounds", "3"])
     entry = varying.measure("mask-head", options)
     assert ran == ["pytorch", "cold", "warm", "pytorch", "warm", "pytorch", "warm"]
     assert {side: run["first"] for side, run in entry["sides"].items()} == {
-        "pytorch": [2.0],
-        "cold": [9.0],
-        "warm": [1.5],
+        "pytorch": [2.0, 2.0],
+        "cold": [9.0, 1.0],
+        "warm": [1.5, 0.5],
     }
-    assert entry["sides"]["pytorch"]["totals"] == [3.0, 1.0, 2.0]
+    assert entry["sides"]["warm"]["again"] == [0.1] * 3
+    assert entry["sides"]["pytorch"]["totals"] == [4.0, 10.0, 4.0]
     _, theirs, cold, warm = varying.table([entry]).splitlines()
-    assert theirs.endswith("1.000 to 3.000")
-    assert warm.endswith("0.500 to 4.000")
-    assert not cold.endswith("9.000")
+    assert theirs.endswith("4.000 to 10.000")
+    assert warm.endswith("1.000 to 4.500")
+    assert not cold.endswith("10.000")
     failed = {"error": "killed"}
-    assert varying.median_run([{"first": [1.0], "again": []}, failed]) == failed
+    assert varying.median_of_runs([{"first": [1.0], "again": []}, failed]) == failed
 
 
 def test_a_failing_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
