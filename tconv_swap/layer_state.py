@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from tconv_swap import flops
 from tconv_swap.cuda.choice import NATIVE, Backend
 from tconv_swap.cuda.expected import ExpectedLayer, expect
+from tconv_swap.cuda.kept_layers import KeptLayer, plan_kept
 from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.dispatch import is_plain_call
 from tconv_swap.geometry import Geometry, Pair, as_pair
@@ -73,6 +75,18 @@ class LayerState(nn.Module):
         """Returns whether the layer has a bias. The parameters of a parametrized layer have other names; they are not
         read, which might compute them."""
         return any("bias" in name.split(".") for name, _ in self.named_parameters())
+
+    def tconv_kept_layers(self, layer: ExpectedLayer) -> list[KeptLayer]:
+        """Returns what ``layer``, which is this one, will be planned as; nothing unless it lies on a GPU."""
+        weight = next((one for one in self.parameters() if one.dim() > 2), None)
+        if weight is None or not weight.is_cuda:
+            return []
+        channels_last = weight.dim() == 4 and not weight.is_contiguous()
+        channels_last = channels_last and weight.is_contiguous(memory_format=torch.channels_last)
+        trains = self.training and weight.requires_grad
+        return [
+            KeptLayer(layer, weight.dtype, channels_last, weight.get_device(), self.tconv_backend, trains)
+        ]
 
     def tconv_forget(self) -> None:
         """Removes the attributes that PyTorch's layer does not have."""
@@ -142,10 +156,13 @@ class LayerState(nn.Module):
 
 
 def expect_calls(layers: Iterable[nn.Module]) -> None:
-    """Names the layers that our kernels will compute, so that the first call of one can compile for those behind it."""
-    found = []
+    """Names the layers that our kernels will compute, so that the first call of one can compile for those behind it,
+    and plans those on a GPU whose kernels an earlier process has searched."""
+    found, kept = [], []
     for layer in layers:
         if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
             with suppress(TypeError, RuntimeError):  # its call will say what is wrong
                 found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
+                kept += layer.tconv_kept_layers(found[-1])
     expect(found)
+    plan_kept(kept)

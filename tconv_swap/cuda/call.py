@@ -101,7 +101,7 @@ def plan_call(
         assert weight is not None
         check_backward(grad_output, input, weight, arguments)
         problem = problem_of(input, weight, None, arguments)
-        kind = _kind_of_gradients(problem, tuple(mask), input.get_device())
+        kind = kind_of_gradients(problem, tuple(mask), input.get_device())
         ahead.settle((kind, backend))
         steps = _gradient_steps(kind.problem, kind.mask, kind.device, backend)
         formats = _formats(tensors, (_format(problem.channels_last),) * 3)
@@ -115,8 +115,8 @@ def plan_call(
         ahead.settle((kind, backend))
         steps = (_forward_step(problem, kind.has_bias, kind.device, backend),)
         formats = _forward_formats(problem, tensors)
-        is_pytorchs = steps[0].plan is None and not _plans_of(
-            _kind_of_gradients(problem, (True, True, kind.has_bias), kind.device), backend
+        is_pytorchs = steps[0].plan is None and not plans_of(
+            kind_of_gradients(problem, (True, True, kind.has_bias), kind.device), backend
         )
         _plan_what_follows(kind, steps[0].plan, tuple(later), backend)
     _notify(kind, backend)
@@ -281,7 +281,7 @@ def _gradient_steps(
     return choice.choose_backward(problem, mask, device, backend, winners)
 
 
-def _kind_of_gradients(problem: plan.Problem, mask: Mask, index: int) -> CallKind:
+def kind_of_gradients(problem: plan.Problem, mask: Mask, index: int) -> CallKind:
     # PyTorch gives every gradient, also the weight's, the format of the output.
     return CallKind(plan.with_weight_layout(problem, problem.channels_last), mask, False, index)
 
@@ -303,18 +303,18 @@ def _plan_what_follows(kind: CallKind, made: Plan | None, later: Mask, backend: 
         return
     for follower in reversed(followers):  # the order of the backward pass
         mask = True, later[1], later[1] and follower.has_bias
-        _plan_ahead(_kind_of_gradients(follower.problem, mask, follower.device), backend)
-    _plan_ahead(_kind_of_gradients(kind.problem, later, kind.device), backend)
+        _plan_ahead(kind_of_gradients(follower.problem, mask, follower.device), backend)
+    _plan_ahead(kind_of_gradients(kind.problem, later, kind.device), backend)
 
 
 def _plan_ahead(kind: CallKind, backend: str) -> None:
     """Plans a kind of call and compiles its kernels in the background."""
     architecture = device_facts(kind.device).architecture
     others = _plans_of_other_sizes(kind, backend)
-    ahead.begin((kind, backend), lambda: _plans_of(kind, backend), architecture, others)
+    ahead.begin((kind, backend), lambda: plans_of(kind, backend), architecture, others)
 
 
-def _plans_of(kind: CallKind, backend: str) -> list[Plan]:
+def plans_of(kind: CallKind, backend: str) -> list[Plan]:
     """Returns our plans of a kind of call, chosen by what is known."""
     if kind.mask:
         steps = _gradient_steps(kind.problem, kind.mask, kind.device, backend, "known")
@@ -328,7 +328,7 @@ def _plans_of_other_sizes(kind: CallKind, backend: str) -> Callable[[], Iterator
 
     def make_plans() -> Iterator[Plan]:
         for geometry in other_sizes(kind.problem.geometry):
-            yield from _plans_of(kind._replace(problem=kind.problem._replace(geometry=geometry)), backend)
+            yield from plans_of(kind._replace(problem=kind.problem._replace(geometry=geometry)), backend)
 
     return make_plans
 

@@ -8,12 +8,13 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from inspect import unwrap
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tconv_swap.runtime.cache import cache_directory, write_atomically
 
@@ -29,6 +30,29 @@ _MAX_IN_MEMORY = 1024
 _thread = threading.local()
 #: Of threads that need the same result one makes it, with the lock of its file.
 _locks: dict[Path, threading.Lock] = {}
+
+
+class NotKeptError(LookupError):
+    """A result that is neither in memory nor on disk, where none may be made (``only_kept``)."""
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """Inside, this thread makes no result that is not kept.
+
+    Raises:
+        NotKeptError: one was needed.
+    """
+    before = getattr(_thread, "call", None)
+    _thread.call = _refuse
+    try:
+        yield
+    finally:
+        _thread.call = before
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise NotKeptError("it would have to be searched")
 
 
 def search_by(call: Callable[..., Any]) -> None:

@@ -71,6 +71,19 @@ def test_a_damaged_file_is_written_anew(content: bytes, directory: Path) -> None
     assert planner.searches == 2
 
 
+def test_only_what_is_kept_is_returned(directory: Path) -> None:
+    planner = Planner()
+    with pytest.raises(disk_cache.NotKeptError), disk_cache.only_kept():
+        planner.in_a_new_process()(geometry(8), 4)
+    assert planner.searches == 0
+    assert not directory.exists()
+    planner.in_a_new_process()(geometry(8), 4)
+    with disk_cache.only_kept():
+        assert planner.in_a_new_process()(geometry(8), 4) == (geometry(8), 4)
+    assert planner.in_a_new_process()(geometry(16), 4) == (geometry(16), 4)
+    assert planner.searches == 2
+
+
 def test_without_a_directory_every_process_searches(directory: Path) -> None:
     directory.write_text("no directory")
     planner = Planner()

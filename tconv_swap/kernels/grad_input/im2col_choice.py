@@ -7,8 +7,8 @@ banks of shared memory. For a size, the shapes of a kernel differ by how many wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby, islice, product
+from typing import NamedTuple
 
 from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.grad_input.im2col_clocks import (
@@ -50,8 +50,7 @@ Run = tuple[int, list[float]]
 Maps = dict[tuple[int, int], set[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """A kernel, and the shapes that it may get."""
 
     kernel: Im2colKernel
@@ -115,7 +114,7 @@ def best_tiles(
             (-(-work * tile.splits // device.multiprocessors) * (count * step + beside), work, i)
             for i, (work, step, beside, _) in enumerate(counted)
         )
-        yield time, replace(tile, shape=counted[i][-1])
+        yield time, tile._replace(shape=counted[i][-1])
 
 
 def candidates(
@@ -128,7 +127,7 @@ def candidates(
     known: dict[tuple[int, ...], float] = {}
     found: list[Schedule] = []
     maps = _shaped_maps(layer, sizes)
-    for whole, alike in groupby(kernels(layer, device), key=lambda one: replace(one, partial=False)):
+    for whole, alike in groupby(kernels(layer, device), key=lambda one: one._replace(partial=False)):
         plain = list(_plain(layer, whole, device))
         (near,) = _fastest(plain, [_runs(layer, whole, plain, (1, *SPLITS))], maps, device, NEAR)
         laid = [_laid(layer, whole, plain[i][0], device, known) for i in sorted(near)]

@@ -4,10 +4,10 @@ that a launch gives it, and a number of splits. grad_input/im2col_choice.py choo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import gcd
+from typing import NamedTuple
 
 from tconv_swap.kernels.common.hardware import MAX_BOX, TMA_ALIGNMENT
 from tconv_swap.kernels.common.schedules import PATCHES
@@ -41,8 +41,7 @@ COLUMNS, MAP_COLUMNS = (64, 32, 128, 16, 256, 8, 4), (20, 24, 28, 40, 48, 56)
 BLOCKS = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
 
 
-@dataclass(frozen=True, slots=True)
-class Im2colKernel:
+class Im2colKernel(NamedTuple):
     """What is compiled: a block multiplies ``m_tiles`` times 64 positions in each of its ``warpgroups``, for so many
     ``channels``."""
 
@@ -70,8 +69,7 @@ class Im2colKernel:
         return 128 * self.warpgroups + PRODUCER_THREADS
 
 
-@dataclass(frozen=True, slots=True)
-class Im2colShape:
+class Im2colShape(NamedTuple):
     """What a launch gives a kernel: the tile of a block is ``images`` x ``rows`` x ``cols`` positions, which are pixels
     of grad_input."""
 
@@ -102,8 +100,7 @@ class Im2colShape:
         return COLUMN_BLOCK if self.wide else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Im2colTile:
+class Im2colTile(NamedTuple):
     """A kernel, the shape of its tile, and the number of parts that the sum over k is split in."""
 
     kernel: Im2colKernel
@@ -278,7 +275,7 @@ def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
             continue
         yield kernel
         if rounds(problem, kernel) > 1 and problem.geometry.groups == 1:
-            yield replace(kernel, partial=True)
+            yield kernel._replace(partial=True)
 
 
 def shapes(problem: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Im2colShape]:
@@ -312,7 +309,7 @@ def variants(
 ) -> Iterator[Im2colShape]:
     """Yields the shape with other layouts of shared memory and registers, in no order."""
     for box_w, paired in product(_padded(problem, shape.box_w), (True, False)):
-        staged = with_stages(problem, kernel, replace(shape, box_w=box_w, paired=paired), device)
+        staged = with_stages(problem, kernel, shape._replace(box_w=box_w, paired=paired), device)
         if staged is not None:
             yield staged
 
@@ -363,4 +360,4 @@ def with_stages(
         steps_ahead = min(inputs * one_stage, 4 * weights) + 0.01 * min(inputs, weights)
         if steps_ahead > best:
             best, found = steps_ahead, (inputs, weights)
-    return found and replace(shape, input_stages=found[0], weight_stages=found[1])
+    return found and shape._replace(input_stages=found[0], weight_stages=found[1])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
@@ -136,8 +135,7 @@ def _of_any_shape(layer: StridedProblem, tile: TmaTile) -> TmaTile:
     of splits above 1, 4 and 8 columns for narrow tiles and others."""
     narrow = tile.narrow and not grad_input_tma_shape.narrow_alike(layer)
     cols = grad_input_tma_shape.NARROW_COLS if narrow else 8
-    return replace(
-        tile,
+    return tile._replace(
         images=1,
         rows=1,
         cols=cols,

@@ -4,8 +4,8 @@ grad_output it reads. A kernel takes them at its launch; csrc/kernels/common/siz
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from tconv_swap.kernels.common.dense_map import Corners, DenseMap, most_pixels
 from tconv_swap.kernels.common.hardware import MAX_PIXELS
@@ -24,8 +24,7 @@ MIN_CHANNELS = 32
 PRODUCER_THREADS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TmaTile:
+class TmaTile(NamedTuple):
     """The tile of a block, in positions, which are pixels of grad_input. A multiply is 64 positions, 8 groups of 8.
 
     The first six fields are its shape, an argument of the launch: ``groups_along`` and ``multiplies_along`` say along

@@ -4,7 +4,6 @@ kernel. grad_input/implicit_gemm_tma_choice.py chooses among them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tconv_swap.kernels.common.dense_map import are_legal
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_STEP
@@ -116,7 +115,7 @@ def tiles(problem: StridedProblem, device: Device) -> Iterator[TmaTile]:
         for splits in (1, 2):
             if splits > 1 and (problem.geometry.groups > 1 or kernel.consumers > 1 or chunks(problem) == 1):
                 continue
-            ordered = replace(kernel, splits=splits, phase_major=phase_major(problem))
+            ordered = kernel._replace(splits=splits, phase_major=phase_major(problem))
             staged = _with_stages(problem, ordered, device)
             if staged is not None:
                 yield staged
@@ -129,8 +128,7 @@ def shapes(problem: StridedProblem, tile: TmaTile) -> list[TmaTile]:
         return [tile]
     found: dict[tuple[int, int, int], TmaTile] = {}
     for shape in _all_shapes(problem, tile):
-        one = replace(
-            tile,
+        one = tile._replace(
             images=shape.images,
             rows=shape.rows,
             cols=shape.cols,
@@ -175,9 +173,9 @@ def _kernels(problem: StridedProblem) -> Iterator[TmaTile]:
         kinds = list(_kinds(problem, warpgroups, m_tiles))
         for width in enough + [n for n in widths if n < channels and n in (128, 256)]:
             for kind in kinds:
-                yield replace(kind, channels=width)
+                yield kind._replace(channels=width)
                 if warpgroups == 1 and m_tiles * width == 256:
-                    yield replace(kind, channels=width, consumers=2)
+                    yield kind._replace(channels=width, consumers=2)
 
 
 def _kinds(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
@@ -191,7 +189,7 @@ def _kinds(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[T
         if any(_is_loaded(problem, one, False) for one in of_width):
             yield of_width[0]
         if width == 8 and problem.geometry.groups == 1 and not _are_loaded(problem, of_width):
-            yield replace(of_width[0], phase_dimension=True)
+            yield of_width[0]._replace(phase_dimension=True)
 
 
 def _are_loaded(problem: StridedProblem, of: list[TmaTile]) -> bool:
@@ -205,12 +203,12 @@ def _with_stages(problem: StridedProblem, tile: TmaTile, device: Device) -> TmaT
         boxes = [max_dense_pixels(problem, tile)]
     else:
         boxes = sorted(box_pixels(problem, one) for one in _all_shapes(problem, tile))
-    staged = [(_stages(problem, replace(tile, box_pixels=pixels), device), pixels) for pixels in boxes]
+    staged = [(_stages(problem, tile._replace(box_pixels=pixels), device), pixels) for pixels in boxes]
     fitting = [(ahead, inputs, weights, pixels) for (ahead, inputs, weights), pixels in staged if ahead > 0]
     if not fitting:
         return None
     _, inputs, weights, pixels = [one for one in fitting if one[0] >= MIN_TAPS_AHEAD * fitting[0][0]][-1]
-    made = replace(tile, box_pixels=pixels, input_stages=inputs, weight_stages=weights)
+    made = tile._replace(box_pixels=pixels, input_stages=inputs, weight_stages=weights)
     return shapes(problem, made)[0]
 
 

@@ -4,7 +4,6 @@ grad_input/im2col.py. Their kernels share csrc/kernels/grad_input/tma_gemm.cuh."
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 from tconv_swap.kernels.common.dtypes import DTYPES
@@ -41,6 +40,6 @@ def for_size(
     count = problem.grad_input_elements
     for splits in SPLITS:
         if 4 * count * splits <= WORKSPACE_LIMIT_BYTES:
-            one = replace(tile, splits=splits) if splits != tile.splits else tile
+            one = tile._replace(splits=splits) if splits != tile.splits else tile
             if legal(problem, one):
                 yield one

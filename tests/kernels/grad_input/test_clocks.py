@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -183,7 +182,7 @@ def test_the_clocks_of_loads_by_tma_grow_with_rounds_and_splits() -> None:
         once = of.clocks(posed, tile, 132) - fixed
         assert 1.9 * once < of.clocks(twice, tile, 132) - fixed < 2.1 * once, tile
         if tile.splits > 1:
-            whole = replace(tile, splits=1)
+            whole = tile._replace(splits=1)
             sums = of.PARTIAL_BYTE_CLOCKS * 4 * posed.grad_input_elements * tile.splits
             assert of.clocks(posed, tile, 132) > of.clocks(posed, whole, 132) + 0.9 * sums
 
@@ -200,7 +199,7 @@ def test_two_consumers_are_faster_only_where_both_have_tiles() -> None:
     pairs = [tile for tile in tma_tiles(posed) if tile.consumers > 1]
     assert pairs
     for tile in pairs:
-        one = replace(tile, consumers=1)
+        one = tile._replace(consumers=1)
         of_two, of_one = (grad_input_tma_clocks.clocks(posed, each, 132) for each in (tile, one))
         assert of_two < of_one
         assert grad_input_tma_tile.work_count(alone, tile) <= 132
@@ -242,7 +241,7 @@ def expected_of_all(of: ModuleType) -> Iterator[float]:
                 if grad_input_im2col.supports(size, H200):
                     shapes = list(grad_input_im2col_choice.every_shape(of_any_size(size), H200))
                     for one in shapes:
-                        unpaired = replace(one.shapes[0][0], paired=False)
+                        unpaired = one.shapes[0][0]._replace(paired=False)
                         yield grad_input_im2col_clocks.store_clocks(size, one.kernel, unpaired)
                     yield from (clocks for clocks, _ in grad_input_im2col.ranked_tiles(shapes, size, H200))
             else:

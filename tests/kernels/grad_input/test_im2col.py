@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -234,7 +233,7 @@ def test_a_size_gets_the_shape_that_is_expected_to_be_the_fastest() -> None:
         geometry = DECODER._replace(batch=batch, height=side, width=side)
         posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
         for schedule in schedules:
-            alone = [replace(schedule, shapes=(one,)) for one in schedule.shapes]
+            alone = [schedule._replace(shapes=(one,)) for one in schedule.shapes]
             every = grad_input_im2col.ranked_tiles(alone, posed, H200)
             if not every:
                 assert not grad_input_im2col.ranked_tiles([schedule], posed, H200)

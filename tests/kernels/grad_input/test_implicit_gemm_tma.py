@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,12 +96,12 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         if kinds:
             count -= 1
             tile = rng.choice(rng.choice(list(kinds.values())))
-            tile = replace(tile, phase_major=rng.random() < 0.5)
+            tile = tile._replace(phase_major=rng.random() < 0.5)
             if tile.splits > 1:
                 splits = rng.choice((2, 3, 4))
-                tile = replace(tile, splits=splits if splits <= grad_input_tma_tile.chunks(posed) else 2)
+                tile = tile._replace(splits=splits if splits <= grad_input_tma_tile.chunks(posed) else 2)
             if grad_input_tma_tile.may_have_phase_dimension(posed, tile) and rng.random() < 0.7:
-                tile = replace(tile, phase_dimension=True)
+                tile = tile._replace(phase_dimension=True)
             yield problem, posed, tile
 
 
