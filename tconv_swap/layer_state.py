@@ -76,18 +76,6 @@ class LayerState(nn.Module):
         read, which might compute them."""
         return any("bias" in name.split(".") for name, _ in self.named_parameters())
 
-    def tconv_kept_layers(self, layer: ExpectedLayer) -> list[KeptLayer]:
-        """Returns what ``layer``, which is this one, will be planned as; nothing unless it lies on a GPU."""
-        weight = next((one for one in self.parameters() if one.dim() > 2), None)
-        if weight is None or not weight.is_cuda:
-            return []
-        channels_last = weight.dim() == 4 and not weight.is_contiguous()
-        channels_last = channels_last and weight.is_contiguous(memory_format=torch.channels_last)
-        trains = self.training and weight.requires_grad
-        return [
-            KeptLayer(layer, weight.dtype, channels_last, weight.get_device(), self.tconv_backend, trains)
-        ]
-
     def tconv_forget(self) -> None:
         """Removes the attributes that PyTorch's layer does not have."""
         self.tconv_release_packed()
@@ -158,11 +146,23 @@ class LayerState(nn.Module):
 def expect_calls(layers: Iterable[nn.Module]) -> None:
     """Names the layers that our kernels will compute, so that the first call of one can compile for those behind it,
     and plans those on a GPU whose kernels an earlier process has searched."""
-    found, kept = [], []
+    found, on_gpu = [], []
     for layer in layers:
         if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
             with suppress(TypeError, RuntimeError):  # its call will say what is wrong
                 found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
-                kept += layer.tconv_kept_layers(found[-1])
+                on_gpu += _on_gpu(layer, found[-1])
     expect(found)
-    plan_kept(kept)
+    plan_kept(on_gpu)
+
+
+def _on_gpu(layer: LayerState, expected: ExpectedLayer) -> list[KeptLayer]:
+    """Returns the layer as ``plan_kept`` takes it; nothing if its weight lies elsewhere."""
+    # A parametrized layer has another one in its place; reading the weight itself might compute it.
+    weight = next((one for one in layer.parameters() if one.dim() > 2), None)
+    if weight is None or not weight.is_cuda:
+        return []
+    last = weight.dim() == 4 and not weight.is_contiguous()
+    last = last and weight.is_contiguous(memory_format=torch.channels_last)
+    trains = layer.training and weight.requires_grad
+    return [KeptLayer(expected, weight.dtype, last, weight.get_device(), layer.tconv_backend, trains)]
