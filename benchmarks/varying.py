@@ -6,7 +6,7 @@ process initialises CUDA and cuDNN by a call of PyTorch's layers with a size out
 of the stream up to the end of the GPU's work, and does so a second time. It stops after ``--seconds``: the table
 compares the calls that all sides have finished, and gives their number.
 
-Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.9 (docs/first-calls.md). With
+Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.75 (docs/first-calls.md). With
 ``--rounds`` PyTorch's side and the warm one run so often, in turn, and the time of each call is the median of its times
 in all runs: what stalls one run is left out, what a call takes in every run is not. The totals of all runs stand
 beside it.

@@ -12,10 +12,7 @@ import tconv_swap
 
 ROOT = Path(tconv_swap.__file__).parents[1]
 #: What tests alone call, because nothing else can show what they look at.
-FOR_TESTS = {
-    "tconv_swap.runtime.launch.count_plans": "how many plans the C++ cache holds",
-    "tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks.work_of": "the work of one tile",
-}
+FOR_TESTS = {"tconv_swap.runtime.launch.count_plans": "how many plans the C++ cache holds"}
 #: What defines a function, a type or a constant in CUDA C++.
 DEFINITION = re.compile(
     r"\b(?:constexpr|struct|class|using|enum|int|bool|float|void|auto|u32)\s+(\w+)\s*[=({;:]"

@@ -24,6 +24,14 @@ from tconv_swap.runtime import disk_cache
 
 LAYER = ExpectedLayer(Geometry(1, 64, 1, 1, 32, (4, 4), (2, 2), (1, 1)), has_bias=True)
 KEPT = KeptLayer(LAYER, torch.float16, False, 0, "auto", trains=True)
+#: A layer, and the precision of its calls.
+CASES = (
+    (KEPT, "ieee"),
+    (KEPT._replace(trains=False), "ieee"),
+    (KEPT._replace(channels_last=True), "ieee"),
+    (KEPT._replace(dtype=torch.float32), "tf32"),
+    (KEPT._replace(dtype=torch.float32), "ieee"),
+)
 
 
 @pytest.fixture
@@ -36,11 +44,10 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-def kinds() -> tuple[CallKind, CallKind]:
+def kinds(layer: KeptLayer, precision: str) -> tuple[CallKind, CallKind]:
     """Returns the calls of another size than the usual ones."""
-    problem = Problem(
-        LAYER.geometry._replace(batch=3, height=11, width=9), torch.float16, "ieee", False, False
-    )
+    size, last = LAYER.geometry._replace(batch=3, height=11, width=9), layer.channels_last
+    problem = Problem(size, layer.dtype, precision, last, last)
     return CallKind(problem, (), True, 0), call.kind_of_gradients(problem, (True, True, True), 0)
 
 
@@ -49,19 +56,20 @@ def test_nothing_is_searched(searched: Path) -> None:
     assert not searched.exists()
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("layer", "precision"), CASES, ids=str)
 def test_what_is_on_disk_is_read_before_the_first_call(
-    searched: Path, trains: bool, monkeypatch: pytest.MonkeyPatch
+    searched: Path, layer: KeptLayer, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [made for kind in kinds() for made in plans_of(kind, "auto")]
+    monkeypatch.setattr(kept_layers, "precision", lambda: precision)
+    forward, gradients = kinds(layer, precision)
+    before = [made for kind in (forward, gradients) for made in plans_of(kind, "auto")]
     assert len(list(searched.iterdir())) >= 3
     forget()
-    plan_kept([KEPT._replace(trains=trains)])
+    plan_kept([layer])
     monkeypatch.setattr(disk_cache, "cache_directory", lambda: searched / "elsewhere")
-    forward, gradients = kinds()
     with disk_cache.only_kept():
         assert plans_of(forward, "auto") == before[:1]
-        if trains:
+        if layer.trains:
             assert plans_of(gradients, "auto") == before[1:]
         else:
             with pytest.raises(disk_cache.NotKeptError):

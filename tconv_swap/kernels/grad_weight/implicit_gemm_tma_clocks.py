@@ -63,11 +63,6 @@ class Work(NamedTuple):
         return self.blocks, self.split_bytes, self.channels_read
 
 
-def work_of(problem: Problem, tma_tile: TmaTile) -> Work:
-    """Returns the work of a tile."""
-    return next(works_of(problem, (tma_tile,)))
-
-
 def works_of(problem: Problem, tma_tiles: Iterable[TmaTile]) -> Iterator[Work]:
     """Yields the work of each tile of a layer. What tiles of the same taps, and of the same pixels, have in common is
     computed once."""

@@ -160,7 +160,7 @@ def test_the_clocks_of_loads_by_tma_grow_with_splits_far_strides_and_ragged_pixe
     ragged = posed(LAYER._replace(in_channels=248), channels_last=True)
     split = far = 0
     for tile in tma_tiles(problem):
-        work, tiles = of.work_of(problem, tile), pixel_tiles(LAYER, tile.tile.shape)
+        (work,), tiles = of.works_of(problem, [tile]), pixel_tiles(LAYER, tile.tile.shape)
         clocks, splits = of.expected_clocks(work, tiles, 0, H200)
         rounds = -(-work.blocks * splits // H200.multiprocessors)
         product = rounds * -(-tiles // splits) * work.clocks
@@ -173,10 +173,10 @@ def test_the_clocks_of_loads_by_tma_grow_with_splits_far_strides_and_ragged_pixe
         split += splits > 1
         loaded = of.expected_clocks(work, tiles, 1000, H200)[0] - clocks
         assert loaded == pytest.approx(2000 * of.BYTE_CLOCKS)
-        assert of.work_of(ragged, tile).clocks > 1.1 * work.clocks
+        assert next(of.works_of(ragged, [tile])).clocks > 1.1 * work.clocks
         if tile.box_per_tap_col:  # as many boxes as with the other stride
             farther = posed(LAYER._replace(stride=(2, 4)), channels_last=True)
-            assert of.work_of(farther, tile).clocks > 1.01 * work.clocks
+            assert next(of.works_of(farther, [tile])).clocks > 1.01 * work.clocks
             far += 1
     assert split > 10
     assert far > 3
@@ -270,7 +270,7 @@ def expected_of_all(of: ModuleType) -> Iterator[float]:
                 yield of.expected_clocks(work, one.tile, tiles, tensor_bytes(geometry, 4), H200)
         elif of is grad_weight_tma_clocks and grad_weight_tma.supports(problem, H200):
             for tile in tma_tiles(problem):
-                work = of.work_of(problem, tile)
+                (work,) = of.works_of(problem, [tile])
                 elements = of.loaded_elements(geometry, work.channels_read)
                 yield of.expected_clocks(work, pixel_tiles(geometry, tile.tile.shape), elements, H200)[0]
         elif of is grad_weight_im2col_nchw_clocks and mode == TF32 and not last:

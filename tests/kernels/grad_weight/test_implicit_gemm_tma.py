@@ -16,7 +16,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma import lower, supports
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import split_choices, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import split_choices, works_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, shared_bytes
 from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.runtime import launch
@@ -81,7 +81,7 @@ def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> Non
 def possible_splits(posed: plan.Problem, tma_tile: TmaTile, device: plan.Device) -> list[int]:
     """Returns into how many splits the pixels may be cut."""
     tiles = pixel_tiles(posed.geometry, tma_tile.tile.shape)
-    return split_choices(work_of(posed, tma_tile), tiles, device)
+    return split_choices(next(works_of(posed, (tma_tile,))), tiles, device)
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
@@ -92,7 +92,7 @@ def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(
     for tma_tile in random.Random(0).sample(found, min(40, len(found))):
         assert shared_bytes(posed, tma_tile) <= H200.shared_memory_per_block
         for splits in possible_splits(posed, tma_tile, H200):
-            part = lower(posed, Schedule(posed, tma_tile, work_of(posed, tma_tile)), splits, False)
+            part = lower(posed, Schedule(posed, tma_tile, next(works_of(posed, (tma_tile,)))), splits, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
             # Whole tiles may be four times the gradient: taps and channels may not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
@@ -153,7 +153,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 def forced(posed: plan.Problem, tma_tile: TmaTile, splits: int, with_bias: bool) -> Plan:
     g = posed.geometry
-    part = lower(posed, Schedule(posed, tma_tile, work_of(posed, tma_tile)), splits, with_bias)
+    part = lower(posed, Schedule(posed, tma_tile, next(works_of(posed, (tma_tile,)))), splits, with_bias)
     assert any(a.kind is ArgumentKind.TENSOR_MAP for a in part.launches[0].arguments)
     outputs = [Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,))]
     return Plan(part.family, part.why, tuple(outputs[: 1 + with_bias]), part.launches, part.workspace_bytes)

@@ -270,3 +270,45 @@ def test_loads_that_are_issued_a_tile_ahead_are_not_waited_for() -> None:
         tile = GradOutputTile(tile_h, 64, 1, 2, 3, 1, dtype == torch.float32, 128)
         assert loads(HEADS[0], tile, False) == loads_of_thread
         assert narrow_mma_cost.tile_work(problem, tile, multiplies).batches == batches
+
+
+def expected_by(prices: narrow_mma_cost.Prices) -> float:
+    """Returns the expected microseconds of a size all of whose amounts are above zero."""
+    problem = plan.Problem(HEADS[0], torch.float16, "ieee", False, False)
+    tile = GradOutputTile(8, 64, 1, 2, 3, 1, False, 128)
+    of_chunk = narrow_mma_cost.tile_work(problem, tile, narrow_mma_cost.Multiplies(8, 1, 2, 1.0, 0))
+    assert of_chunk.places
+    of_tile = narrow_mma_cost.tile_price(of_chunk, prices, 3, inputs=5.0)
+    return narrow_mma_cost.microseconds(
+        *(problem, of_tile, prices, H200, 1000, 500, 2), weights=7.0, partial_bytes=11.0, sectors=13.0
+    )
+
+
+@pytest.mark.parametrize("name", narrow_mma_cost.Prices._fields)
+def test_every_price_counts_once(name: str) -> None:
+    """With prices of one, doubling one of them adds what it stands for; all of them together are the whole."""
+    ones = narrow_mma_cost.Prices(*[(1.0, 1.0)] * len(narrow_mma_cost.Prices._fields))
+    none = narrow_mma_cost.Prices(*[(0.0, 0.0)] * len(narrow_mma_cost.Prices._fields))
+    whole = expected_by(ones)
+    for price in ((2.0, 1.0), (1.0, 2.0)):
+        assert expected_by(ones._replace(**{name: price})) > whole
+    parts = [expected_by(none._replace(**{one: (1.0, 1.0)})) for one in ones._fields]
+    assert sum(parts) == pytest.approx(whole)
+
+
+def test_blocks_beside_each_other_hide_latency_but_no_work() -> None:
+    none = narrow_mma_cost.Prices(*[(0.0, 0.0)] * len(narrow_mma_cost.Prices._fields))
+    problem = plan.Problem(HEADS[0], torch.float16, "ieee", False, False)
+    tile = GradOutputTile(8, 64, 1, 2, 3, 1, False, 128)
+    of_chunk = narrow_mma_cost.tile_work(problem, tile, narrow_mma_cost.Multiplies(8, 1, 2, 1.0, 0))
+
+    def expected(name: str, resident: int) -> float:
+        prices = none._replace(**{name: (1.0, 0.0)})
+        of_tile = narrow_mma_cost.tile_price(of_chunk, prices, 1)
+        blocks = 2 * H200.multiprocessors
+        return narrow_mma_cost.microseconds(problem, of_tile, prices, H200, 1000, blocks, resident)
+
+    for name in ("wait", "step"):
+        assert expected(name, 1) == pytest.approx(2 * expected(name, 2))
+    for name in ("read", "multiply", "copy", "byte"):
+        assert expected(name, 1) == pytest.approx(expected(name, 2))
