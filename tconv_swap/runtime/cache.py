@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
 
 logger = logging.getLogger("tconv_swap")
 
@@ -26,7 +28,9 @@ PROBE_BYTES = 64 << 10
 """About the size of a cubin. An empty file would not do: it can be created even where the disk is full."""
 
 ATTEMPTS = 10
-"""How often a file is written while others remove its directory, and a directory removed while others write into it."""
+"""How often a file is written while others remove its directory."""
+
+Raised: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 
 
 @lru_cache(maxsize=1)
@@ -192,15 +196,14 @@ def clear_cache(*, tuned: bool = True) -> list[str]:
 
 
 def _remove_directory(path: Path) -> None:
-    for left in reversed(range(ATTEMPTS)):
-        if not path.is_dir():
-            break
-        try:
-            shutil.rmtree(path)
-            break
-        except OSError as error:
-            if not left or error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
+    """Removes what the directory holds at the call. What others write into it meanwhile may stay, with its folders."""
+
+    def pass_over_changes_by_others(_function: object, _path: str, raised: Raised) -> None:
+        error = raised[1]
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise error
+
+    shutil.rmtree(path, onerror=pass_over_changes_by_others)  # `onexc` is of Python 3.12
 
 
 def csrc_directory() -> Path:

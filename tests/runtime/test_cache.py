@@ -74,6 +74,23 @@ def test_threads_write_while_the_cache_is_cleared(tmp_path: Path, monkeypatch: p
         assert all(one.result() for one in writing)
 
 
+def test_a_file_written_before_each_removal_of_a_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    kernels = tmp_path / "cache" / "kernels"
+    cache.write_atomically(kernels / "old", b"old")
+    remove = os.rmdir
+
+    def write_and_remove(path: str, **named: int) -> None:
+        cache.write_atomically(kernels / "new", b"new")
+        remove(path, **named)
+
+    monkeypatch.setattr(os, "rmdir", write_and_remove)
+    assert cache.clear_cache() == []
+    assert [file.name for file in kernels.iterdir()] == ["new"]
+
+
 # Faults that are found first
 
 
