@@ -65,6 +65,24 @@ class MeasuringProcess(Generic[_TaskT, _ResultT]):
         self._connection = ours
         self._is_ready = False
 
+    def wait_until_ready(self) -> Connection:
+        """Waits until the process, which is started if there is none, is ready for a task; returns its connection.
+
+        Raises:
+            NotStartedError: the process never became ready.
+        """
+        if self._process is None:
+            self.start()
+        assert self._connection is not None
+        if not self._is_ready:
+            try:
+                self._next(self._connection, self._start_s, "its start")
+            except StoppedError as error:
+                self.stop()
+                raise NotStartedError(f"the process that measures: {error}") from None
+            self._is_ready = True
+        return self._connection
+
     def run(self, task: _TaskT) -> _ResultT:
         """Returns the result for one task.
 
@@ -73,17 +91,7 @@ class MeasuringProcess(Generic[_TaskT, _ResultT]):
             StoppedError: the process hung or died; the next task gets another one.
             TaskError: the work raised.
         """
-        if self._process is None:
-            self.start()
-        connection, running = self._connection, "its first step"
-        assert connection is not None
-        if not self._is_ready:
-            try:
-                self._next(connection, self._start_s, "its start")
-            except StoppedError as error:
-                self.stop()
-                raise NotStartedError(f"the process that measures: {error}") from None
-            self._is_ready = True
+        connection, running = self.wait_until_ready(), "its first step"
         try:
             connection.send(task)
             while True:

@@ -1,15 +1,15 @@
 """Times PyTorch's layers and ours over streams of changing sizes: ``python -m benchmarks.varying``.
 
-Each stream (streams.py) runs in separate processes, in TF32 and NCHW, with cudnn.benchmark off: PyTorch's layers; ours
-with no kernel on disk ("cold", but with the C++ parts built); ours again with those kernels on disk ("warm"). Each
+Each stream (streams.py) runs in separate processes, in TF32 and NCHW, with cudnn.benchmark off: ours with no kernel on
+disk ("cold", but with the C++ parts built); then PyTorch's layers, and ours with those kernels on disk ("warm"). Each
 process initialises CUDA and cuDNN by a call of PyTorch's layers with a size outside the stream, then times every call
 of the stream up to the end of the GPU's work, and does so a second time. It stops after ``--seconds``: the table
 compares the calls that all sides have finished, and gives their number.
 
-Hosts stall: single runs of PyTorch's layers alone differ by up to a factor of 1.75 (docs/first-calls.md). With
-``--rounds`` PyTorch's side and the warm one run so often, in turn, and the time of each call is the median of its times
-in all runs: what stalls one run is left out, what a call takes in every run is not. The totals of all runs stand
-beside it.
+Hosts stall, and slow down for seconds: PyTorch's process and the warm one make their calls in turn, so that both meet
+the same times. With ``--rounds`` they are started so often, and the time of each call is the median of its times in
+all runs: what stalls one run is left out, what a call takes in every run is not. The totals of all runs stand beside
+it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.streams import STREAMS, Stream
+from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, TaskError, Work
+from benchmarks.streams import STREAMS, Shape
 from tconv_swap.measurement.environment import environment
 from tconv_swap.runtime.cache import ENVIRONMENT_VARIABLE, write_atomically
 
 PYTORCH, COLD, WARM = SIDES = ("pytorch", "cold", "warm")
-#: The seconds of one process for both passes over its stream.
+#: The seconds of one process for the calls of both passes over its stream.
 SECONDS = 10.0
-#: The additional seconds that a process may take: for its start, and for the call during which its time ends.
-GRACE_SECONDS = 60.0
+#: After this time without an answer a process counts as hung: a call of a stream, and its start.
+SILENCE_SECONDS, START_SECONDS = 60.0, 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "benchmarks.varying needs an NVIDIA GPU; --device cpu --tiny tries the program", file=sys.stderr
         )
         return 2
-    if options.side:
-        print(json.dumps(run_stream(STREAMS[options.stream[0]], options.side, device, options)))
-        return 0
     if device.type == "cuda":
         build_host_parts()
     document: dict[str, Any] = {"benchmark": "varying", "environment": environment(device), "streams": []}
@@ -72,10 +71,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="tconv-swap-varying-") as cache:
         link_host_parts(Path(cache))
-        for side in (*SIDES, *(PYTORCH, WARM) * (options.rounds - 1)):
-            runs[side].append(_in_a_process(name, side, cache, options))
-    sides = {side: median_of_runs(of_side) for side, of_side in runs.items()}
-    return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": sides}
+        with _environment(**{ENVIRONMENT_VARIABLE: cache, "CUDA_CACHE_DISABLE": "1"}):
+            for sides in ((COLD,), *((PYTORCH, WARM),) * options.rounds):
+                for side, run in run_in_turn(name, sides, options).items():
+                    runs[side].append(run)
+    medians = {side: median_of_runs(of_side) for side, of_side in runs.items()}
+    return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": medians}
 
 
 def median_of_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,56 +92,89 @@ def median_of_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**calls, "totals": [sum(run["first"]) for run in runs]}
 
 
-def _in_a_process(name: str, side: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.varying", "--stream", name, "--side", side]
-    command += ["--device", options.device, "--seconds", str(options.seconds)]
-    command += ["--tiny"] if options.tiny else []
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Sets variables for the processes that start inside. NVRTC's own cache, which ``CUDA_CACHE_DISABLE`` turns off,
+    would be warm after another stream or run."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        done = subprocess.run(
-            command,
-            # NVRTC has a cache of its own, which would be warm after another stream or run.
-            env={**os.environ, ENVIRONMENT_VARIABLE: cache, "CUDA_CACHE_DISABLE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=options.seconds + GRACE_SECONDS,
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run_in_turn(name: str, sides: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Runs a process of each side; these make each call of both passes over a stream in turn.
+
+    Returns:
+        For each side the seconds of the calls of each pass, as many as its time allowed, or its ``error``.
+    """
+    processes: dict[str, MeasuringProcess[Shape, float]] = {
+        side: MeasuringProcess(
+            partial(make_caller, name, side, options.device, options.tiny), SILENCE_SECONDS, START_SECONDS
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {options.seconds + GRACE_SECONDS:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+        for side in sides
+    }
+    runs: dict[str, dict[str, Any]] = {side: {"first": [], "again": []} for side in sides}
+    try:
+        for process in processes.values():
+            process.start()
+        for side, process in processes.items():
+            with _keeping_errors(runs, side):
+                process.wait_until_ready()
+        for key in ("first", "again"):
+            for shape in STREAMS[name].shapes(options.tiny):
+                for side, process in processes.items():
+                    run = runs[side]
+                    if "error" in run or sum(map(sum, run.values())) > options.seconds:
+                        continue
+                    with _keeping_errors(runs, side):
+                        run[key].append(process.run(shape))
+    finally:
+        for process in processes.values():
+            process.stop()
+    return runs
 
 
-def run_stream(
-    stream: Stream, side: str, device: torch.device, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Returns the seconds of each call of the first and of the second pass over the stream, until the time is over."""
+@contextmanager
+def _keeping_errors(runs: dict[str, dict[str, Any]], side: str) -> Iterator[None]:
+    try:
+        yield
+    except (NotStartedError, StoppedError, TaskError) as error:
+        runs[side] = {"error": str(error)}
+
+
+def make_caller(name: str, side: str, device_name: str, tiny: bool) -> Work[Shape, float]:
+    """Makes a stream's network ready; returns the function that takes the shape of an input and returns the seconds
+    of a call."""
     import tconv_swap
 
+    stream, device = STREAMS[name], torch.device(device_name)
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    network = stream.network(options.tiny).to(device).train(stream.trains)
+    network = stream.network(tiny).to(device).train(stream.trains)
     step = _step(network, stream.trains)
-    step(torch.randn(stream.warm_up(options.tiny), device=device))
+    step(torch.randn(stream.warm_up(tiny), device=device))
     if side != PYTORCH:
         network = tconv_swap.swap_layers(network, include_1d=True)
         step = _step(network, stream.trains)
     _finish(device)
-    begin = time.perf_counter()
-    passes: list[list[float]] = []
-    for _ in range(2):
-        passes.append([])
-        for shape in stream.shapes(options.tiny):
-            if time.perf_counter() - begin > options.seconds:
-                break
-            x = torch.randn(shape, device=device)
-            _finish(device)
-            at = time.perf_counter()
-            step(x)
-            _finish(device)
-            passes[-1].append(time.perf_counter() - at)
-    return {"first": passes[0], "again": passes[1]}
+
+    def call(shape: Shape, _announce: Callable[[str], None]) -> float:
+        x = torch.randn(shape, device=device)
+        _finish(device)
+        begin = time.perf_counter()
+        step(x)
+        _finish(device)
+        return time.perf_counter() - begin
+
+    return call
 
 
 def _step(network: nn.Module, trains: bool) -> Any:
@@ -218,7 +252,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny networks and sizes, to try the program")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser
 
 

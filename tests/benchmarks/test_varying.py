@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from forked import run_python
 
 from benchmarks import planning, sizes, varying
+from benchmarks.measuring_process import MeasuringProcess, StoppedError
 from benchmarks.streams import STREAMS
 from tconv_swap import plan_swap
 
@@ -47,46 +48,114 @@ def test_only_calls_that_all_sides_finished_are_compared() -> None:
     assert "no kernel" in warm
 
 
+class InThisProcess(MeasuringProcess[Any, Any]):
+    """Does the work without a process."""
+
+    def start(self) -> None:
+        assert os.environ["CUDA_CACHE_DISABLE"] == "1"
+        self._process, self._work = SimpleNamespace(kill=lambda: None, join=lambda: None), self._make()
+
+    def wait_until_ready(self) -> Any:
+        return None
+
+    def run(self, task: Any) -> Any:
+        return self._work(task, print)
+
+
+@pytest.fixture
+def keep_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("keep_tf32")
 def test_the_program_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forked(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return run_python(*command[1:], env=env)
-
-    pretended = SimpleNamespace(run=forked, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(varying, "subprocess", pretended)
+    monkeypatch.setattr(varying, "MeasuringProcess", InThisProcess)
     path = tmp_path / "varying.json"
-    code = varying.main(["--device", "cpu", "--tiny", "--stream", "mask-head", "--json", str(path)])
+    code = varying.main(["--device", "cpu", "--tiny", "--stream", "last-batch", "--json", str(path)])
     document = json.loads(path.read_text())
     assert code == 0, document
     (entry,) = document["streams"]
     assert list(entry["sides"]) == ["pytorch", "cold", "warm"]
-    assert all(len(side["first"]) == len(side["again"]) == 4 for side in entry["sides"].values())
-    assert "mask-head" in capsys.readouterr().out
+    calls = len(STREAMS["last-batch"].shapes(True))
+    assert all(len(side["first"]) == len(side["again"]) == calls for side in entry["sides"].values())
+    assert "last-batch" in capsys.readouterr().out
+    assert "CUDA_CACHE_DISABLE" not in os.environ
 
 
-def test_sides_run_in_turn_and_the_median_of_each_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_call_in_turn() -> None:
+    options = varying.make_parser().parse_args(["--device", "cpu", "--tiny"])
+    runs = varying.run_in_turn("mask-head", ("pytorch", "warm"), options)
+    assert all(len(run[key]) == 4 and min(run[key]) > 0 for run in runs.values() for key in run), runs
+
+
+class Recorded:
+    """A process that takes a second for a call, and dies in one of them."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, make: Any, *_: float) -> None:
+        self.side = make.args[1]
+
+    def start(self) -> None:
+        self.calls.append(f"{self.side} starts")
+
+    def wait_until_ready(self) -> None:
+        self.calls.append(f"{self.side} is ready")
+
+    def run(self, shape: tuple[int, ...]) -> float:
+        self.calls.append(self.side)
+        if self.calls.count(self.side) == 2 and self.side == "warm":
+            raise StoppedError("its first step", "died")
+        return 1.0
+
+    def stop(self) -> None:
+        self.calls.append(f"{self.side} stops")
+
+
+def test_processes_are_ready_before_the_first_call_and_end_with_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Recorded, "calls", [])
+    monkeypatch.setattr(varying, "MeasuringProcess", Recorded)
+    options = varying.make_parser().parse_args(["--tiny", "--seconds", "4.5"])
+    runs = varying.run_in_turn("mask-head", ("pytorch", "warm"), options)
+    assert runs == {
+        "pytorch": {"first": [1.0] * 4, "again": [1.0]},
+        "warm": {"error": "died in its first step"},
+    }
+    assert Recorded.calls == [
+        *("pytorch starts", "warm starts", "pytorch is ready", "warm is ready"),
+        *("pytorch", "warm", "pytorch", "warm", "pytorch", "pytorch", "pytorch"),
+        *("pytorch stops", "warm stops"),
+    ]
+
+
+def test_the_median_of_each_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {
         "pytorch": iter([[3.0, 1.0], [1.0, 9.0], [2.0, 2.0]]),
         "cold": iter([[9.0, 1.0]]),
         "warm": iter([[1.5, 0.5], [4.0, 0.5], [0.5, 0.5]]),
     }
-    ran: list[str] = []
+    ran: list[tuple[str, ...]] = []
 
-    def run(name: str, side: str, *_: Any) -> dict[str, Any]:
-        ran.append(side)
-        return {"first": next(calls[side]), "again": [0.1] * len(ran)}
+    def run(name: str, sides: tuple[str, ...], *_: Any) -> dict[str, Any]:
+        ran.append(sides)
+        return {side: {"first": next(calls[side]), "again": [0.1] * len(ran)} for side in sides}
 
-    monkeypatch.setattr(varying, "_in_a_process", run)
+    monkeypatch.setattr(varying, "run_in_turn", run)
     options = varying.make_parser().parse_args(["--tiny", "--rounds", "3"])
     entry = varying.measure("mask-head", options)
-    assert ran == ["pytorch", "cold", "warm", "pytorch", "warm", "pytorch", "warm"]
+    assert ran == [("cold",), *[("pytorch", "warm")] * 3]
     assert {side: run["first"] for side, run in entry["sides"].items()} == {
         "pytorch": [2.0, 2.0],
         "cold": [9.0, 1.0],
         "warm": [1.5, 0.5],
     }
-    assert entry["sides"]["warm"]["again"] == [0.1] * 3
+    assert entry["sides"]["warm"]["again"] == [0.1] * 2
     assert entry["sides"]["pytorch"]["totals"] == [4.0, 10.0, 4.0]
     _, theirs, cold, warm = varying.table([entry]).splitlines()
     assert theirs.endswith("4.000 to 10.000")
@@ -97,7 +166,10 @@ def test_sides_run_in_turn_and_the_median_of_each_call_counts(monkeypatch: pytes
 
 
 def test_a_failing_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varying, "_in_a_process", lambda *_: {"error": "killed"})
+    def fail(name: str, sides: tuple[str, ...], *_: Any) -> dict[str, Any]:
+        return {side: {"error": "killed"} for side in sides}
+
+    monkeypatch.setattr(varying, "run_in_turn", fail)
     path = tmp_path / "varying.json"
     assert varying.main(["--device", "cpu", "--tiny", "--stream", "hifigan", "--json", str(path)]) == 1
     assert json.loads(path.read_text())["streams"][0]["sides"]["cold"] == {"error": "killed"}
