@@ -40,7 +40,6 @@ struct alignas(64) TensorMap {
   char bytes[128];
 };
 constexpr int FUNCTION_MAX_DYNAMIC_SHARED_BYTES = 8;
-constexpr unsigned DEFAULT_SHARED_LIMIT = 48 * 1024;
 
 struct Driver {
   Result (*get_error_name)(Result, const char**);
@@ -203,17 +202,17 @@ int guarded(Work work) {
   }
 }
 
-/// Allows a kernel this much dynamic shared memory. Programs share kernels, so the limit of a kernel never shrinks.
+/// Allows a kernel this much dynamic shared memory. Programs share kernels, so the limit of a kernel never shrinks. The
+/// driver loads the kernel into the device's memory for it, which its first launch would wait for.
 void allow_shared_bytes(void* kernel, int device, unsigned bytes) {
-  if (bytes <= DEFAULT_SHARED_LIMIT) return;
   static std::mutex mutex;
   static auto* allowed = new std::map<std::pair<void*, int>, unsigned>;
   std::lock_guard<std::mutex> lock(mutex);
-  unsigned& limit = (*allowed)[{kernel, device}];
-  if (bytes <= limit) return;
+  const auto found = allowed->find({kernel, device});
+  if (found != allowed->end() && bytes <= found->second) return;
   check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(bytes), kernel, device),
         "cuKernelSetAttribute");
-  limit = bytes;
+  (*allowed)[{kernel, device}] = bytes;
 }
 
 Program read_program(const int64_t* words, int device) {

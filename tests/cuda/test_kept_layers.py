@@ -19,10 +19,13 @@ from tconv_swap.cuda.call import CallKind, plans_of
 from tconv_swap.cuda.expected import ExpectedLayer
 from tconv_swap.cuda.kept_layers import KeptLayer, plan_kept
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.layer_sizes import usual_sizes
 from tconv_swap.kernels.problem import Problem
-from tconv_swap.runtime import disk_cache
+from tconv_swap.runtime import disk_cache, host, jit, launch
+from tconv_swap.runtime.program import Plan
 
 LAYER = ExpectedLayer(Geometry(1, 64, 1, 1, 32, (4, 4), (2, 2), (1, 1)), has_bias=True)
+USUAL = next(iter(usual_sizes(LAYER.geometry)))
 KEPT = KeptLayer(LAYER, torch.float16, False, 0, "auto", trains=True)
 #: A layer, and the precision of its calls.
 CASES = (
@@ -36,8 +39,10 @@ CASES = (
 
 @pytest.fixture
 def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty directory, in a process that remembers nothing, with a GPU; yields the folder of what is searched."""
+    """An empty directory, in a process that remembers nothing, with a GPU that loads nothing; yields the folder of what
+    is searched."""
     monkeypatch.setattr(disk_cache, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(host, "is_loaded", lambda: False)
     forget()
     with pretended_gpu(monkeypatch):
         yield tmp_path / "plans"
@@ -60,7 +65,7 @@ def test_nothing_is_searched(searched: Path) -> None:
 def test_what_is_on_disk_is_read_before_the_first_call(
     searched: Path, layer: KeptLayer, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_layers, "precision", lambda: precision)
+    monkeypatch.setattr(call, "precision", lambda: precision)
     forward, gradients = kinds(layer, precision)
     before = [made for kind in (forward, gradients) for made in plans_of(kind, "auto")]
     assert len(list(searched.iterdir())) >= 3
@@ -76,6 +81,52 @@ def test_what_is_on_disk_is_read_before_the_first_call(
                 plans_of(gradients, "auto")
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_kernels_on_disk_are_loaded_before_the_first_call(
+    searched: Path, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = KEPT._replace(trains=trains, device=3)
+    usual = [
+        plan
+        for kind in kinds(layer, "ieee")[: 1 + trains]
+        for plan in plans_of(kind._replace(problem=kind.problem._replace(geometry=USUAL)), "auto")
+    ]
+    missing = {one.kernel for plan in usual for one in plan.launches}
+    on_disk = set(missing)
+    added: list[tuple[Plan, torch.dtype, torch.device, str]] = []
+    dropped: list[int] = []
+
+    def add(*arguments: Any) -> int:
+        added.append(arguments)
+        return len(added)
+
+    def plan_again() -> list[Plan]:
+        added.clear(), dropped.clear()
+        plan_kept([layer])
+        assert dropped == list(range(1, len(added) + 1))
+        return [plan for plan, *_ in added]
+
+    monkeypatch.setattr(host, "is_loaded", lambda: True)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel, architecture: kernel in on_disk)
+    monkeypatch.setattr(
+        launch,
+        "missing_kernels",
+        lambda plan, architecture: [one.kernel for one in plan.launches if one.kernel in missing],
+    )
+    monkeypatch.setattr(launch, "add_plan", add)
+    monkeypatch.setattr(launch, "drop_plan", dropped.append)
+
+    assert plan_again() == usual
+    assert {tuple(rest) for _, *rest in added} == {(torch.float16, torch.device("cuda:3"), "sm_90a")}
+    on_disk.remove(usual[0].launches[0].kernel)  # a call compiles it
+    assert plan_again() == usual[1:]
+    missing.clear()  # they are loaded
+    assert plan_again() == []
+    missing.update(on_disk)
+    monkeypatch.setattr(host, "is_loaded", lambda: False)
+    assert plan_again() == []
+
+
 def test_each_layer_once_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
 
@@ -83,7 +134,7 @@ def test_each_layer_once_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> No
         planned.append(kind.problem.geometry.in_channels)
         return []
 
-    monkeypatch.setattr(kept_layers, "plans_of", plans)
+    monkeypatch.setattr(call, "plans_of", plans)
     layers = [
         KEPT._replace(layer=LAYER._replace(geometry=LAYER.geometry._replace(in_channels=n)), trains=False)
         for n in range(1, 100)
@@ -98,7 +149,7 @@ def test_an_error_is_left_to_the_call(
     def broken(kind: CallKind, backend: str) -> list[Any]:
         raise ZeroDivisionError("no plan")
 
-    monkeypatch.setattr(kept_layers, "plans_of", broken)
+    monkeypatch.setattr(call, "plans_of", broken)
     with caplog.at_level("INFO", logger="tconv_swap"):
         plan_kept([KEPT])
     assert "no plan" in caplog.text
