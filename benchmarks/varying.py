@@ -6,10 +6,10 @@ process initialises CUDA and cuDNN by a call of PyTorch's layers with a size out
 of the stream up to the end of the GPU's work, and does so a second time. It stops after ``--seconds``: the table
 compares the calls that all sides have finished, and gives their number.
 
-Hosts stall, and slow down for seconds: PyTorch's process and the warm one make their calls in turn, so that both meet
-the same times. With ``--rounds`` they are started so often, and the time of each call is the median of its times in
-all runs: what stalls one run is left out, what a call takes in every run is not. The totals of all runs stand beside
-it.
+Hosts stall, and slow down for seconds: PyTorch's process and the warm one make some calls each in turn, so that both
+meet the same times. With ``--rounds`` they are started so often, and the time of each call is the median of its times
+in all runs: what stalls one run is left out, what a call takes in every run is not. The totals of all runs stand
+beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from tconv_swap.runtime.cache import ENVIRONMENT_VARIABLE, write_atomically
 PYTORCH, COLD, WARM = SIDES = ("pytorch", "cold", "warm")
 #: The seconds of one process for the calls of both passes over its stream.
 SECONDS = 10.0
+#: The first call of a turn may take longer, because the GPU changes to another process for it.
+CALLS_OF_A_TURN = 10
 #: After this time without an answer a process counts as hung: a call of a stream, and its start.
 SILENCE_SECONDS, START_SECONDS = 60.0, 120.0
 
@@ -109,7 +112,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 def run_in_turn(name: str, sides: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Runs a process of each side; these make each call of both passes over a stream in turn.
+    """Runs a process of each side; these make the calls of both passes over a stream in turn.
 
     Returns:
         For each side the seconds of the calls of each pass, as many as its time allowed, or its ``error``.
@@ -127,14 +130,15 @@ def run_in_turn(name: str, sides: Sequence[str], options: argparse.Namespace) ->
         for side, process in processes.items():
             with _keeping_errors(runs, side):
                 process.wait_until_ready()
-        for key in ("first", "again"):
-            for shape in STREAMS[name].shapes(options.tiny):
-                for side, process in processes.items():
-                    run = runs[side]
-                    if "error" in run or sum(map(sum, run.values())) > options.seconds:
-                        continue
-                    with _keeping_errors(runs, side):
-                        run[key].append(process.run(shape))
+        shapes = STREAMS[name].shapes(options.tiny)
+        turns = [shapes[at : at + CALLS_OF_A_TURN] for at in range(0, len(shapes), CALLS_OF_A_TURN)]
+        for key, turn, side in product(("first", "again"), turns, sides):
+            for shape in turn:
+                run = runs[side]
+                if "error" in run or sum(map(sum, run.values())) > options.seconds:
+                    break
+                with _keeping_errors(runs, side):
+                    run[key].append(processes[side].run(shape))
     finally:
         for process in processes.values():
             process.stop()

@@ -120,6 +120,7 @@ def test_processes_are_ready_before_the_first_call_and_end_with_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Recorded, "calls", [])
+    monkeypatch.setattr(varying, "CALLS_OF_A_TURN", 3)
     monkeypatch.setattr(varying, "MeasuringProcess", Recorded)
     options = varying.make_parser().parse_args(["--tiny", "--seconds", "4.5"])
     runs = varying.run_in_turn("mask-head", ("pytorch", "warm"), options)
@@ -129,7 +130,7 @@ def test_processes_are_ready_before_the_first_call_and_end_with_their_time(
     }
     assert Recorded.calls == [
         *("pytorch starts", "warm starts", "pytorch is ready", "warm is ready"),
-        *("pytorch", "warm", "pytorch", "warm", "pytorch", "pytorch", "pytorch"),
+        *("pytorch", "pytorch", "pytorch", "warm", "warm", "pytorch", "pytorch"),
         *("pytorch stops", "warm stops"),
     ]
 
