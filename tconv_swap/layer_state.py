@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from tconv_swap import flops
 from tconv_swap.cuda.choice import NATIVE, Backend
 from tconv_swap.cuda.expected import ExpectedLayer, expect
-from tconv_swap.cuda.kept_layers import KeptLayer, plan_kept
 from tconv_swap.cuda.packed import PackedWeight
+from tconv_swap.cuda.preload import PreloadedLayer, preload
 from tconv_swap.dispatch import is_plain_call
 from tconv_swap.geometry import Geometry, Pair, as_pair
 
@@ -145,24 +144,22 @@ class LayerState(nn.Module):
 
 def expect_calls(layers: Iterable[nn.Module]) -> None:
     """Names the layers that our kernels will compute, so that the first call of one can compile for those behind it,
-    and plans those on a GPU whose kernels an earlier process has searched."""
+    and preloads what those on a GPU called first in an earlier process."""
     found, on_gpu = [], []
     for layer in layers:
         if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
             with suppress(TypeError, RuntimeError):  # its call will say what is wrong
                 found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
-                on_gpu += _on_gpu(layer, found[-1])
+                on_gpu += _on_gpu(layer, found[-1].geometry)
     expect(found)
-    plan_kept(on_gpu)
+    preload(on_gpu)
 
 
-def _on_gpu(layer: LayerState, expected: ExpectedLayer) -> list[KeptLayer]:
-    """Returns the layer as ``plan_kept`` takes it; nothing if its weight lies elsewhere."""
+def _on_gpu(layer: LayerState, geometry: Geometry) -> list[PreloadedLayer]:
+    """Returns the layer as ``preload`` takes it; nothing if its weight lies elsewhere."""
     # A parametrized layer has another one in its place; reading the weight itself might compute it.
     weight = next((one for one in layer.parameters() if one.dim() > 2), None)
     if weight is None or not weight.is_cuda:
         return []
-    last = weight.dim() == 4 and not weight.is_contiguous()
-    last = last and weight.is_contiguous(memory_format=torch.channels_last)
     trains = layer.training and weight.requires_grad
-    return [KeptLayer(expected, weight.dtype, last, weight.get_device(), layer.tconv_backend, trains)]
+    return [PreloadedLayer(geometry, weight.get_device(), layer.tconv_backend, trains)]

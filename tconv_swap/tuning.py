@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.cuda import call, choice, first_use, tuned
-from tconv_swap.cuda.call import CallKind
-from tconv_swap.cuda.choice import NATIVE, backward_units
+from tconv_swap.cuda.choice import NATIVE, CallKind, backward_units
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
 from tconv_swap.kernels import plan

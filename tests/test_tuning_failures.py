@@ -21,8 +21,7 @@ import tconv_swap
 from tconv_swap import tuning
 from tconv_swap.cli import workflow
 from tconv_swap.cuda import tuned
-from tconv_swap.cuda.call import CallKind
-from tconv_swap.cuda.choice import NATIVE
+from tconv_swap.cuda.choice import NATIVE, CallKind
 from tconv_swap.cuda.tuned import Winner
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan

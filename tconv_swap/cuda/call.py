@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, expected, first_use
-from tconv_swap.cuda.choice import Mask, Step
+from tconv_swap.cuda import choice, expected, first_calls, first_use
+from tconv_swap.cuda.choice import CallKind, Mask, Step
 from tconv_swap.cuda.expected import ExpectedLayer
 from tconv_swap.geometry import Arguments, from_list
 from tconv_swap.kernels import plan
@@ -37,15 +36,6 @@ _AS_THEY_LIE: Formats = (None, None, None)
 FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 #: Stands for PyTorch's operator, in place of a program's handle.
 _PYTORCH = -1
-
-
-class CallKind(NamedTuple):
-    """One stage of a problem on a GPU, which a call computes. An empty ``mask`` means the forward pass."""
-
-    problem: plan.Problem
-    mask: Mask
-    has_bias: bool
-    device: int
 
 
 #: Each is called for every call that is planned, except for the backend ``"native"``. It runs in the thread of the
@@ -243,8 +233,9 @@ def reads_as_it_lies(tensor: Tensor, wanted: torch.memory_format) -> bool:
 
 
 def _notify(kind: CallKind, backend: str) -> None:
-    """Calls the observers, unless the backend leaves no choice."""
+    """Remembers the call and calls the observers, unless the backend leaves no choice."""
     if backend != choice.NATIVE:
+        first_calls.remember(kind)
         for observe in list(observers):
             observe(kind)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
 from tconv_swap.kernels import measured, plan
@@ -31,6 +31,15 @@ RULES = "rules"
 GENERAL = "general"
 WHY_NOTHING = "without an output channel there is nothing to compute"
 WHY_NOT_GENERAL = "of ours only the general kernels claim it: 0.06 to 0.95 of PyTorch's speed on an H200"
+
+
+class CallKind(NamedTuple):
+    """One stage of a problem on a GPU, which a call computes. An empty ``mask`` means the forward pass."""
+
+    problem: Problem
+    mask: Mask
+    has_bias: bool
+    device: int
 
 
 @dataclass(frozen=True, slots=True)

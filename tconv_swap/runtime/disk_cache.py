@@ -62,8 +62,8 @@ def search_by(call: Callable[..., Any]) -> None:
 
 
 def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper[_Result]:
-    """Decorates a pure function of a layer and a GPU whose arguments and results are plain data. Its results are kept
-    in memory and, for later processes, on disk.
+    """Decorates a pure function of a layer and a GPU whose arguments and results are plain data, the latter not None.
+    Its results are kept in memory and, for later processes, on disk.
 
     Arguments are equal if their ``repr`` is. Whoever can write to the cache directory can run code in this process: by
     a pickle as by the library that lies beside it.
@@ -72,7 +72,7 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
     module, name = function.__module__, function.__qualname__
 
     def once(*arguments: Hashable) -> _Result:
-        path = _path(f"{module}.{name}", arguments)
+        path = path_of(f"{module}.{name}", arguments)
         try:
             with _locks.setdefault(path, threading.Lock()):
                 return kept_or_made(path, arguments)
@@ -80,21 +80,14 @@ def disk_cache(function: Callable[..., _Result]) -> functools._lru_cache_wrapper
             _locks.pop(path, None)
 
     def kept_or_made(path: Path, arguments: tuple[Hashable, ...]) -> _Result:
-        try:
-            kept: _Result = pickle.loads(path.read_bytes())
+        kept: _Result | None = read(path)
+        if kept is not None:
             return kept
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except Exception as error:  # whatever a damaged pickle raises
-            logger.info("%s is planned again (%s)", path.name, error)
         call = getattr(_thread, "call", None)
         made: _Result = (
             function(*arguments) if call is None else call(search, sources_digest(), module, name, arguments)
         )
-        try:
-            write_atomically(path, pickle.dumps(made))
-        except OSError as error:
-            logger.info("%s is not kept (%s)", path.name, error)
+        keep(path, made)
         return made
 
     return lru_cache(maxsize=_MAX_IN_MEMORY)(functools.wraps(function)(once))
@@ -111,10 +104,30 @@ def search(digest: bytes, module: str, name: str, arguments: tuple[Any, ...]) ->
     return unwrap(getattr(import_module(module), name))(*arguments)
 
 
-def _path(name: str, arguments: tuple[Any, ...]) -> Path:
+def path_of(name: str, arguments: tuple[Hashable, ...]) -> Path:
+    """Returns the path of what these sources keep under a name and arguments, which are equal if their ``repr`` is."""
     key = hashlib.sha256(sources_digest())
     key.update(f"{name}{arguments!r}".encode())
     return cache_directory() / "plans" / f"{name.removeprefix('tconv_swap.kernels.')}-{key.hexdigest()[:32]}"
+
+
+def read(path: Path) -> Any:
+    """Returns what is kept; None if nothing is, or if it is damaged."""
+    try:
+        return pickle.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:  # whatever a damaged pickle raises
+        logger.info("%s cannot be read (%s)", path.name, error)
+        return None
+
+
+def keep(path: Path, value: object) -> None:
+    """Writes a value, if that is possible, which other processes ``read``."""
+    try:
+        write_atomically(path, pickle.dumps(value))
+    except OSError as error:
+        logger.info("%s is not kept (%s)", path.name, error)
 
 
 @lru_cache(maxsize=1)
