@@ -33,6 +33,7 @@ def test_planned_kernels_compile_without_unpromised_spills(
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
         assert spilled, f"no resource report for {kernel.entry}: {log}"
         assert kernel.spills or not any(spilled), f"{kernel} spills on {architecture}: {log}"
+        assert "are serialized" not in log, f"{kernel} waits for each multiply of a warpgroup: {log}"
 
 
 def test_one_of_each_kernel_holds_every_variant_and_the_most_demanding() -> None:

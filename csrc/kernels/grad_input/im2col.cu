@@ -72,6 +72,9 @@ constexpr bool REGULAR = is_regular();
 constexpr int BOX_WORDS = ROW / 4, BOX_STEPS = BOX_WORDS / STEP_WORDS;
 /// How many stages of the input, and of the weights, a round has, and how many rounds the sum over k has.
 constexpr int ROUND = STEPS % BOX_STEPS == 0 ? 1 : STEPS % 2 == 0 ? 2 : 4, ROUND_WEIGHT_STAGES = ROUND * STEPS / BOX_STEPS;
+/// The stages of the input whose steps are unrolled: four of 9 steps would take 5 seconds to compile. An even number of steps,
+/// since each one's words are in registers until the next one's are.
+constexpr int UNROLLED = ROUND == 1 ? 1 : 2;
 constexpr int ROUNDS = ceil_div(K_GROUP, STAGE_CHANNELS * ROUND);
 static_assert(BOX_STEPS == 4 && (GROUPS == 1 || K_GROUP % (STAGE_CHANNELS * ROUND) == 0));
 static_assert(2 * (MAX_INPUT_STAGES + MAX_WEIGHT_STAGES) * 8 <= BARRIER_BYTES && BARRIER_BYTES % 1024 == 0);
@@ -272,15 +275,16 @@ struct Consumer {
   __device__ __forceinline__ Consumer(u32 shared, const Im2colTileShape& shape)
       : shape(shape), operand(shape), input(input_ring(shared, shape)), weights(weight_ring(shared, shape)) {}
 
-  /// Multiplies the steps of a round from STEP on. `first`: this is the first round of the work tile.
+  /// Multiplies the unrolled steps from STEP on. `before`: the steps before the first one; `first`: the work tile begins.
   template <int STEP>
-  __device__ __forceinline__ void steps(Accumulators& accumulators, bool first) {
-    if constexpr (STEP < ROUND * STEPS) {
+  __device__ __forceinline__ void steps(Accumulators& accumulators, u32 before, bool first) {
+    if constexpr (STEP < UNROLLED * STEPS) {
+      const u32 box_step = (before + STEP) % BOX_STEPS;
       if constexpr (STEP % STEPS == 0) ptx::wait_for_phase(input.full(), input.parity);
       u32(&now)[M_TILES][4] = words[STEP % 2];
       operand.template load<STEP % STEPS>(now, input.data(), shape);
-      if constexpr (STEP % BOX_STEPS == 0) ptx::wait_for_phase(weights.full(), weights.parity);
-      const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + STEP % BOX_STEPS * 2;
+      if (box_step == 0) ptx::wait_for_phase(weights.full(), weights.parity);
+      const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + box_step * 2;
       ptx::fence_wgmma();
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<BLOCK_CHANNELS, PRECISION>(accumulators.of[m], now[m], b);
@@ -291,20 +295,21 @@ struct Consumer {
         input.advance();
       }
       ptx::wait_wgmma<1>();
-      if constexpr (STEP % BOX_STEPS == 0) release(weights.empty_before(), STEP > 0 || !first);
-      if constexpr (STEP % BOX_STEPS == BOX_STEPS - 1) weights.advance();
-      steps<STEP + 1>(accumulators, first);
+      if (box_step == 0) release(weights.empty_before(), STEP > 0 || !first);
+      if (box_step == BOX_STEPS - 1) weights.advance();
+      steps<STEP + 1>(accumulators, before, first);
     }
   }
 
   __device__ __forceinline__ void multiply(Accumulators& accumulators, int rounds) {
     accumulators.clear();
-    // At least one round, and the compiler must not know how many: otherwise it splits the loop.
-    u32 left = ptx::keep_in_register(rounds);
+    // At least one, and the compiler must not know how many: otherwise it splits the loop.
+    u32 left = ptx::keep_in_register(rounds * (ROUND / UNROLLED)), before = 0;
     bool first = true;
 #pragma unroll 1
     do {
-      steps<0>(accumulators, first);
+      steps<0>(accumulators, ROUND == UNROLLED ? 0 : before, first);
+      before += UNROLLED * STEPS;
       first = false;
     } while (--left > 0);
     accumulators.wait();
