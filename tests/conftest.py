@@ -16,6 +16,9 @@ from remembered import forget_plans
 from tconv_swap.cuda import call, expected
 from tconv_swap.runtime import disk_cache
 
+#: How many objects are made before Python looks for cycles among them. With its usual 700 that takes a sixth of the
+#: time of planning, which makes none.
+GARBAGE_THRESHOLD = 50_000
 #: Files whose last tests read what the first ones have saved, or have planned.
 TOGETHER = ("test_foreign.py", "test_epilogue.py", "test_kernels_compile.py")
 
@@ -39,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Inductor does not ask by compiling, which takes 8 s, what vectors this CPU has: its loops are not what is tested."""
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    gc.set_threshold(GARBAGE_THRESHOLD)
     processes = config.getoption("numprocesses", None)
     if processes:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

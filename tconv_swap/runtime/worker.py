@@ -8,6 +8,7 @@ place.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import signal
 import sys
@@ -73,6 +74,8 @@ def answer(request: Request) -> Reply:
 def main() -> None:
     # Ctrl-C reaches all processes of a terminal; this one ends with its parent, which closes its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Searches make many objects and no cycles: looking for these takes a sixth of their time.
+    gc.disable()
     replace_modules()
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     replies.write(READY)
