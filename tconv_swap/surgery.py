@@ -220,7 +220,7 @@ def swap_layers(
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
     flops.register()
     if torch.cuda.is_available():
-        ahead.preload()
+        ahead.read_sources()
         expect_calls(modules[layer.names[0]] for layer in plan.swapped)
     return target
 

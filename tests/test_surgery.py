@@ -57,7 +57,7 @@ def test_where_there_is_a_gpu_the_first_call_is_prepared_for(
 ) -> None:
     loaded: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(surgery.ahead, "preload", lambda: loaded.append(1))
+    monkeypatch.setattr(surgery.ahead, "read_sources", lambda: loaded.append(1))
     monkeypatch.setattr(expected, "_layers", {})
     swap_layers(
         nn.Sequential(nn.ConvTranspose2d(4, 2, 2), nn.ConvTranspose1d(2, 6, 4, 2, 1, bias=False)),

@@ -74,7 +74,7 @@ def _be_nice() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(19, before + NICENESS))
 
 
-def preload() -> None:
+def read_sources() -> None:
     """Reads what the first call on a GPU needs, so that this call need not: the sources, and the host part if it is
     built."""
     jit.sources_digest()

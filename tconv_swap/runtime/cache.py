@@ -198,9 +198,12 @@ def clear_cache(*, tuned: bool = True) -> list[str]:
 def _remove_directory(path: Path) -> None:
     """Removes what the directory holds at the call. What others write into it meanwhile may stay, with its folders."""
 
-    def pass_over_changes_by_others(_function: object, _path: str, raised: Raised) -> None:
+    def pass_over_changes_by_others(_function: object, entry: str, raised: Raised) -> None:
         error = raised[1]
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+        if not isinstance(error, OSError):
+            raise error
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            error.filename = entry  # which is relative to its folder
             raise error
 
     shutil.rmtree(path, onerror=pass_over_changes_by_others)  # `onexc` is of Python 3.12

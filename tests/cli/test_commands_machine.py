@@ -13,7 +13,6 @@ from cli_cases import run
 from forked import run_python
 
 from tconv_swap.cli import diagnosis
-from tconv_swap.runtime import cache as cache_module
 from tconv_swap.runtime.cache import cache_directory
 
 
@@ -105,13 +104,14 @@ class TestCache:
     def test_files_that_cannot_be_removed_are_reported(
         self, filled: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(path: Path) -> None:
-            raise PermissionError(13, "Permission denied", str(path))
+        def refuse(path: str, **_: int) -> None:
+            raise PermissionError(13, "Permission denied", path)
 
-        monkeypatch.setattr(cache_module.shutil, "rmtree", refuse)
+        monkeypatch.setattr(os, "unlink", refuse)
         result = run("cache", "clear")
         assert result.exit_code == 5
-        assert "kernels was not removed (Permission denied)" in result.stdout
+        file = filled / "kernels" / "a.cubin"
+        assert f"{file} was not removed (Permission denied)" in result.stdout.replace("\n", "")
 
 
 class TestUnusableCache:

@@ -71,7 +71,8 @@ def test_other_plans_are_made_if_a_kernel_was_missing(compiled: list[Kernel]) ->
         ahead.begin(layer, lambda: [plan_of(KERNELS[0])], "sm_90a", lambda: [plan_of(*KERNELS)])
         settled()
         assert [kernel.entry for kernel in compiled[:1]] == ["first"]
-        assert sorted(kernel.entry for kernel in compiled[1:]) == ["second", "third"]
+        # The first one may be asked for again while it is being compiled.
+        assert {kernel.entry for kernel in compiled[1:]} - {"first"} == {"second", "third"}
 
 
 def test_nothing_else_is_planned_if_no_kernel_was_missing(compiled: list[Kernel]) -> None:
