@@ -97,6 +97,8 @@ def _row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
     """Returns pairs of numbers that divide the rows of the input (in NCHW) and of the output: a pair for all
     sizes, and one for some sizes that are faster."""
     limit = 16 // layer.dtype.itemsize
+    if layer.channels_last:
+        limit //= gcd(limit, layer.geometry.out_channels)  # which divide the rows, too
     of_any, of_some = (out_row_multiple(layer.geometry, multiple, limit) for multiple in (1, limit))
     if layer.channels_last:
         return tuple(dict.fromkeys(((1, of_any), (1, of_some))))
