@@ -74,10 +74,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory(prefix="tconv-swap-varying-") as cache:
         link_host_parts(Path(cache))
-        with _environment(**{ENVIRONMENT_VARIABLE: cache, "CUDA_CACHE_DISABLE": "1"}):
-            for sides in ((COLD,), *((PYTORCH, WARM),) * options.rounds):
-                for side, run in run_in_turn(name, sides, options).items():
-                    runs[side].append(run)
+        for sides in ((COLD,), *((PYTORCH, WARM),) * options.rounds):
+            for side, run in run_in_turn(name, sides, cache, options).items():
+                runs[side].append(run)
     medians = {side: median_of_runs(of_side) for side, of_side in runs.items()}
     return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": medians}
 
@@ -95,23 +94,9 @@ def median_of_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**calls, "totals": [sum(run["first"]) for run in runs]}
 
 
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Sets variables for the processes that start inside. NVRTC's own cache, which ``CUDA_CACHE_DISABLE`` turns off,
-    would be warm after another stream or run."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def run_in_turn(name: str, sides: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def run_in_turn(
+    name: str, sides: Sequence[str], cache: str, options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
     """Runs a process of each side; these make the calls of both passes over a stream in turn.
 
     Returns:
@@ -119,7 +104,9 @@ def run_in_turn(name: str, sides: Sequence[str], options: argparse.Namespace) ->
     """
     processes: dict[str, MeasuringProcess[Shape, float]] = {
         side: MeasuringProcess(
-            partial(make_caller, name, side, options.device, options.tiny), SILENCE_SECONDS, START_SECONDS
+            partial(make_caller, name, side, cache, options.device, options.tiny),
+            SILENCE_SECONDS,
+            START_SECONDS,
         )
         for side in sides
     }
@@ -153,11 +140,13 @@ def _keeping_errors(runs: dict[str, dict[str, Any]], side: str) -> Iterator[None
         runs[side] = {"error": str(error)}
 
 
-def make_caller(name: str, side: str, device_name: str, tiny: bool) -> Work[Shape, float]:
-    """Makes a stream's network ready; returns the function that takes the shape of an input and returns the seconds
-    of a call."""
+def make_caller(name: str, side: str, cache: str, device_name: str, tiny: bool) -> Work[Shape, float]:
+    """Makes a stream's network ready in this process; returns the function that takes the shape of an input and returns
+    the seconds of a call."""
     import tconv_swap
 
+    # NVRTC has a cache of its own, which would be warm after another stream or run.
+    os.environ.update({ENVIRONMENT_VARIABLE: cache, "CUDA_CACHE_DISABLE": "1"})
     stream, device = STREAMS[name], torch.device(device_name)
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = False
