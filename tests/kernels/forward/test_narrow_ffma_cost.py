@@ -7,8 +7,9 @@ import torch
 from size_cases import H200
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.layer_sizes import out_row_multiple, power_of_two_dividing
 from tconv_swap.kernels.forward import narrow_ffma, narrow_ffma_cost
-from tconv_swap.kernels.forward.narrow_ffma_choice import expected_time
+from tconv_swap.kernels.forward.narrow_ffma_choice import _row_multiples, expected_time
 from tconv_swap.kernels.forward.narrow_ffma_tile import footprint
 from tconv_swap.kernels.plan import Problem
 
@@ -39,3 +40,22 @@ def test_short_rows_of_outputs_take_longer_in_nchw_beyond_the_l2(monkeypatch: py
     after = times()
     assert after.pop("short") == pytest.approx(2 * before.pop("short"))
     assert after == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 6, 8, 20, 64])
+def test_a_row_of_whole_vectors_of_channels_needs_no_multiple_of_pixels(
+    channels: int, dtype: torch.dtype
+) -> None:
+    vector = 16 // dtype.itemsize
+    for stride in (1, 2, 4, 8):
+        layer = Geometry(1, 8, 64, 64, channels, (stride, stride), (stride, stride))
+        multiples = _row_multiples(Problem(layer, dtype, "ieee", True, True))
+        assert len(multiples) == (1 if channels * stride % vector == 0 else 2)
+        # The longest store that the rows of any size, and of some sizes, allow.
+        longest = [power_of_two_dividing(of_output * channels, vector) for _, of_output in multiples]
+        of_any, of_some = (out_row_multiple(layer, multiple, vector) * channels for multiple in (1, vector))
+        assert (longest[0], longest[-1]) == (
+            power_of_two_dividing(of_any, vector),
+            power_of_two_dividing(of_some, vector),
+        )
