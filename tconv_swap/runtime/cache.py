@@ -203,7 +203,8 @@ def _remove_directory(path: Path) -> None:
         if not isinstance(error, OSError):
             raise error
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-            error.filename = entry  # which is relative to its folder
+            if error.filename is not None:  # it may be relative to its folder
+                error.filename = entry
             raise error
 
     shutil.rmtree(path, onerror=pass_over_changes_by_others)  # `onexc` is of Python 3.12

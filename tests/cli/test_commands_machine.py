@@ -113,6 +113,15 @@ class TestCache:
         file = filled / "kernels" / "a.cubin"
         assert f"{file} was not removed (Permission denied)" in result.stdout.replace("\n", "")
 
+    def test_a_link_in_place_of_a_part_is_reported(self, own_cache: Path, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        own_cache.mkdir(exist_ok=True)
+        (own_cache / "kernels").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+        result = run("cache", "clear")
+        assert result.exit_code == 5
+        said = f"{own_cache / 'kernels'} was not removed (Cannot call rmtree on a symbolic link)"
+        assert said in result.stdout.replace("\n", "")
+
 
 class TestUnusableCache:
     @pytest.fixture
