@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from tconv_swap import flops
@@ -16,6 +17,7 @@ from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.cuda.preload import PreloadedLayer, preload
 from tconv_swap.dispatch import is_plain_call
 from tconv_swap.geometry import Geometry, Pair, as_pair
+from tconv_swap.runtime import ahead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,7 +126,11 @@ class LayerState(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self.tconv_release_packed()
-        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+        before = _device_of(self)
+        applied: Self = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if _device_of(self) != before:
+            expect_calls([self])
+        return applied
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.tconv_release_packed()
@@ -140,15 +146,20 @@ class LayerState(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         flops.register()
+        expect_calls([self])
 
 
 def expect_calls(layers: Iterable[nn.Module]) -> None:
-    """Names the layers that our kernels will compute, so that the first call of one can compile for those behind it,
-    and preloads what those on a GPU called first in an earlier process."""
+    """Prepares for the first calls of layers: reads what the first call on a GPU needs, names the layers that our
+    kernels will compute, so that the first call of one can compile for those behind it, and preloads what those on a
+    GPU called first in an earlier process. Does nothing where there is no GPU."""
+    if not torch.cuda.is_available():
+        return
+    ahead.read_sources()
     found, on_gpu = [], []
     for layer in layers:
         if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
-            with suppress(TypeError, RuntimeError):  # its call will say what is wrong
+            with suppress(AttributeError, TypeError, RuntimeError):  # its call will say what is wrong
                 found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
                 on_gpu += _on_gpu(layer, found[-1].geometry)
     expect(found)
@@ -157,9 +168,19 @@ def expect_calls(layers: Iterable[nn.Module]) -> None:
 
 def _on_gpu(layer: LayerState, geometry: Geometry) -> list[PreloadedLayer]:
     """Returns the layer as ``preload`` takes it; nothing if its weight lies elsewhere."""
-    # A parametrized layer has another one in its place; reading the weight itself might compute it.
-    weight = next((one for one in layer.parameters() if one.dim() > 2), None)
+    weight = _weight_of(layer)
     if weight is None or not weight.is_cuda:
         return []
     trains = layer.training and weight.requires_grad
     return [PreloadedLayer(geometry, weight.get_device(), layer.tconv_backend, trains)]
+
+
+def _device_of(layer: LayerState) -> torch.device | None:
+    weight = _weight_of(layer)
+    return None if weight is None else weight.device
+
+
+def _weight_of(layer: LayerState) -> nn.Parameter | None:
+    """Returns the layer's weight. A parametrized layer has another parameter in its place; reading the weight itself
+    might compute it."""
+    return next((one for one in layer.parameters() if one.dim() > 2), None)

@@ -26,7 +26,6 @@ from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_class
 from tconv_swap.layer_description import count_parameters, describe_layer
 from tconv_swap.layer_state import LayerState, expect_calls
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
-from tconv_swap.runtime import ahead
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
@@ -219,9 +218,7 @@ def swap_layers(
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
     flops.register()
-    if torch.cuda.is_available():
-        ahead.read_sources()
-        expect_calls(modules[layer.names[0]] for layer in plan.swapped)
+    expect_calls(modules[layer.names[0]] for layer in plan.swapped)
     return target
 
 

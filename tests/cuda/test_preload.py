@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,9 +208,25 @@ def test_an_error_is_left_to_the_call(
     assert "no plan" in caplog.text
 
 
-def test_layers_on_a_gpu_are_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> list[PreloadedLayer]:
+    """What is preloaded, where there seems to be a GPU."""
     found: list[PreloadedLayer] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(layer_state, "preload", found.extend)
+    return found
+
+
+def move_to_gpu(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lets every tensor seem to lie on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", number))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: number)
+
+
+def test_layers_on_a_gpu_are_preloaded(
+    preloaded: list[PreloadedLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = nn.Sequential(
         nn.ConvTranspose2d(8, 4, 4, 2, 1),
         nn.ConvTranspose2d(4, 2, 2, 2, bias=False).eval(),
@@ -216,14 +234,58 @@ def test_layers_on_a_gpu_are_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     tconv_swap.swap_layers(network, include_1d=True)
     layer_state.expect_calls(network)
-    assert found == []  # on the CPU
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
+    assert preloaded == []  # on the CPU
+    move_to_gpu(monkeypatch, 3)
     layer_state.expect_calls(network)
-    assert [one.geometry.in_channels for one in found] == [8, 4, 4]
-    assert [one.trains for one in found] == [True, False, False]
-    assert {(one.device, one.backend) for one in found} == {(3, "auto")}
-    found.clear()
+    assert [one.geometry.in_channels for one in preloaded] == [8, 4, 4]
+    assert [one.trains for one in preloaded] == [True, False, False]
+    assert {(one.device, one.backend) for one in preloaded} == {(3, "auto")}
+    preloaded.clear()
     tconv_swap.swap_layers(network, include_1d=True, backend="native")
     layer_state.expect_calls(network)
-    assert found == []
+    assert preloaded == []
+
+
+def test_layers_that_come_to_a_gpu_are_preloaded(
+    preloaded: list[PreloadedLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = tconv_swap.swap_layers(nn.ConvTranspose2d(8, 4, 4, 2, 1))
+
+    def move(number: int) -> None:
+        """Moves the layer as ``layer.cuda(number)`` does."""
+        with monkeypatch.context() as patch:
+            layer._apply(lambda tensor: move_to_gpu(patch, number) or tensor)  # type: ignore[no-untyped-call]
+
+    layer.half()
+    assert preloaded == []
+    move(1)
+    move(2)
+    assert [one.device for one in preloaded] == [1, 2]
+    move_to_gpu(monkeypatch, 2)
+    layer.half()
+    assert len(preloaded) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_layers_that_are_loaded_on_a_gpu_are_preloaded(
+    preloaded: list[PreloadedLayer], monkeypatch: pytest.MonkeyPatch, copied: Any
+) -> None:
+    layer = tconv_swap.swap_layers(nn.ConvTranspose2d(8, 4, 4, 2, 1))
+    copied(layer)
+    assert preloaded == []
+    set_state = tconv_swap.ConvTranspose2d.__setstate__
+
+    def set_on_gpu(layer: tconv_swap.ConvTranspose2d, state: dict[str, Any]) -> None:
+        with monkeypatch.context() as patch:
+            move_to_gpu(patch, 1)
+            set_state(layer, state)
+
+    monkeypatch.setattr(tconv_swap.ConvTranspose2d, "__setstate__", set_on_gpu)
+    copied(layer)
+    assert [one.device for one in preloaded] == [1]
+
+
+def test_a_layer_without_its_attributes_is_loaded(preloaded: list[PreloadedLayer]) -> None:
+    layer = tconv_swap.swap_layers(nn.ConvTranspose2d(8, 4, 4, 2, 1))
+    del layer.in_channels
+    assert type(copy.deepcopy(layer)) is tconv_swap.ConvTranspose2d
