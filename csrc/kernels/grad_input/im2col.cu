@@ -6,12 +6,12 @@
 //   K = channels of the output x taps, in the weight's own order: it needs no packing
 //
 // The tensor memory accelerator (TMA) loads both operands into two rings of stages. A stage of the input is a box of
-// grad_output, [image][channel][row][column]: all that the taps of the tile's positions reach in STAGE_CHANNELS channels. A
-// stage of the weights is 128 bytes of k of BLOCK_CHANNELS rows, swizzled. A step of k is 8 words of 32 bits. A word is one
-// tap in float32 and two taps in 16 bits, which are loaded at once, or as HALVES where no single word of the box holds
-// both. Each thread loads its words of the left operand from the box, by an address for each position and an offset for each
-// word of k, so another kernel, stride or padding only changes the table of offsets. wgmma reads the weights from shared
-// memory.
+// grad_output, [image][channel][row][column]: all that the taps of the tile's positions reach in STAGE_CHANNELS channels, for
+// STEPS steps of k. A stage of the weights is 128 bytes of k of BLOCK_CHANNELS rows, swizzled: four steps. A step of k is 8
+// words of 32 bits. A word is one tap in float32 and two taps in 16 bits, which are loaded at once, or as HALVES where no
+// single word of the box holds both. Each thread loads its words of the left operand from the box, by an address for each
+// position and an offset for each word of k, so another kernel, stride or padding only changes the table of offsets, which
+// lies in shared memory. wgmma reads the weights from shared memory.
 //
 // The launch gives the shape of a tile (Im2colTileShape): its images, rows and columns of positions, numbered in this order
 // (rows of a multiply past the last one are not stored), the box, and the stages that hold it. So one kernel has for each
@@ -19,8 +19,9 @@
 // channel and a row of the box take. `paired`: rows g and g + 8 of a multiply are neighbouring positions, which one thread
 // stores together.
 //
-// The main loop goes by rounds: the fewest stages of the input that fill whole stages of the weights. What the last round
-// has too much is zeros.
+// The main loop goes by stages of the weights. A round is the fewest stages of the input that fill whole ones; the table has
+// the offsets of a round. A stage of the input is whole channels, or all of k, of which the last steps may be zeros: channels
+// that grad_output does not have, in STAGE_CHANNELS, or with which the last round is filled up.
 //
 // Covers: float32 as TF32 (TMA rounds), float16, bfloat16; rows of grad_output and of the weight that are multiples of 16
 // bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. `wide`: the tensor map
@@ -31,53 +32,36 @@
 // ---- the im2col operand ------------------------------------------------------------------------------------------
 
 constexpr int ITEM = static_cast<int>(sizeof(Element)), WORD = 4 / ITEM, TAPS = KERNEL_H * KERNEL_W;
-constexpr int STEP_WORDS = 8, STEPS = STAGE_CHANNELS * TAPS / (STEP_WORDS * WORD);
-static_assert(STAGE_CHANNELS * TAPS % (STEP_WORDS * WORD) == 0);
+constexpr int STEP_WORDS = 8, STAGE_K = STEPS * STEP_WORDS * WORD;
+static_assert(STAGE_CHANNELS * TAPS == STAGE_K || (STAGE_CHANNELS * TAPS > STAGE_K && STAGE_K >= K_GROUP * TAPS && GROUPS == 1));
 
 /// The channels, rows and columns of a box from the first element that a position reads to its k-th of a stage.
 struct Offset {
   int channels, rows, cols;
 
-  __device__ __forceinline__ constexpr Offset operator+(const Offset& other) const {
-    return {channels + other.channels, rows + other.rows, cols + other.cols};
-  }
-  __device__ __forceinline__ constexpr bool operator==(const Offset& other) const {
-    return channels == other.channels && rows == other.rows && cols == other.cols;
-  }
   __device__ __forceinline__ int bytes(const Im2colTileShape& shape) const {
     return (channels * shape.channel_pitch + rows * shape.row_pitch + cols) * ITEM;
   }
 };
-__device__ __forceinline__ constexpr Offset offset_of_k(int k) {
-  const int tap = k % TAPS;
-  return {k / TAPS, tap / KERNEL_W * DILATION_H, tap % KERNEL_W * DILATION_W};
+__device__ __forceinline__ Offset offset_of_k(u32 k) {
+  const u32 channel = k / TAPS, tap = k % TAPS;
+  return {static_cast<int>(channel), static_cast<int>(tap / KERNEL_W * DILATION_H), static_cast<int>(tap % KERNEL_W * DILATION_W)};
 }
 /// How many loads a word takes.
 constexpr int LOADS = HALVES ? 2 : 1;
 static_assert(!HALVES || WORD == 2);
-/// Returns whether the four words of k that four lanes load have the same distances everywhere as the first four, in every
-/// box. Then a thread needs no offset of its own for them, and those of the four are the same for all threads.
-__device__ constexpr bool is_regular() {
-  for (int k = 0; k < STEPS * STEP_WORDS * WORD; ++k) {
-    const int four = k / (4 * WORD) * (4 * WORD);
-    if (!(offset_of_k(k) == offset_of_k(four) + offset_of_k(k - four))) return false;
-    if (k % WORD == 1 && !(offset_of_k(k) == offset_of_k(k - 1) + offset_of_k(1))) return false;
-  }
-  return true;
-}
-constexpr bool REGULAR = is_regular();
-
 // ---- shared memory, in bytes from its beginning ------------------------------------------------------------------
 
 constexpr int BOX_WORDS = ROW / 4, BOX_STEPS = BOX_WORDS / STEP_WORDS;
 /// How many stages of the input, and of the weights, a round has, and how many rounds the sum over k has.
 constexpr int ROUND = STEPS % BOX_STEPS == 0 ? 1 : STEPS % 2 == 0 ? 2 : 4, ROUND_WEIGHT_STAGES = ROUND * STEPS / BOX_STEPS;
-/// The stages of the input whose steps are unrolled: four of 9 steps would take 5 seconds to compile. An even number of steps,
-/// since each one's words are in registers until the next one's are.
-constexpr int UNROLLED = ROUND == 1 ? 1 : 2;
 constexpr int ROUNDS = ceil_div(K_GROUP, STAGE_CHANNELS * ROUND);
-static_assert(BOX_STEPS == 4 && (GROUPS == 1 || K_GROUP % (STAGE_CHANNELS * ROUND) == 0));
-static_assert(2 * (MAX_INPUT_STAGES + MAX_WEIGHT_STAGES) * 8 <= BARRIER_BYTES && BARRIER_BYTES % 1024 == 0);
+static_assert(BOX_STEPS == 4 && STEPS >= BOX_STEPS && (GROUPS == 1 || K_GROUP % (STAGE_CHANNELS * ROUND) == 0));
+
+/// The table of offsets, in units of 2 bytes: [stage of the weights in the round][word of k, modulo 4][load][pair of four words].
+constexpr int FOURS = 2 * BOX_STEPS, TABLE_ROW = LOADS * FOURS * 2, TABLE_BYTES = ROUND_WEIGHT_STAGES * 4 * TABLE_ROW;
+constexpr int TABLE = 2 * (MAX_INPUT_STAGES + MAX_WEIGHT_STAGES) * 8;
+static_assert(TABLE % 16 == 0 && TABLE + TABLE_BYTES <= HEAD_BYTES && HEAD_BYTES % 1024 == 0);
 
 /// Two producer threads issue copies; the rest of their warpgroup is there because registers move by whole warpgroups.
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS, PRODUCER_THREADS = 128;
@@ -86,12 +70,12 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = WARPGROUPS == 3 ? 16
 using InputRing = LaunchRing<MAX_INPUT_STAGES>;
 using WeightRing = LaunchRing<MAX_WEIGHT_STAGES>;
 
-/// The barriers come first, then the stages of the weights, then those of the input.
+/// The barriers come first, then the table of offsets, the stages of the weights, and those of the input.
 __device__ __forceinline__ WeightRing weight_ring(u32 shared, const Im2colTileShape& shape) {
-  return {shared + 2 * MAX_INPUT_STAGES * 8, shared + BARRIER_BYTES, shape.weight_stages, WEIGHT_BYTES};
+  return {shared + 2 * MAX_INPUT_STAGES * 8, shared + HEAD_BYTES, shape.weight_stages, WEIGHT_BYTES};
 }
 __device__ __forceinline__ InputRing input_ring(u32 shared, const Im2colTileShape& shape) {
-  return {shared, shared + BARRIER_BYTES + shape.weight_stages * WEIGHT_BYTES, shape.input_stages, shape.input_pitch};
+  return {shared, shared + HEAD_BYTES + shape.weight_stages * WEIGHT_BYTES, shape.input_stages, shape.input_pitch};
 }
 
 /// One work tile of a persistent block. `image`, `row`, `col`: its first position.
@@ -180,40 +164,62 @@ struct TilePosition {
   }
 };
 
+/// Writes the table of offsets. Called by all threads.
+__device__ __forceinline__ void write_offsets(u32 shared, const Im2colTileShape& shape) {
+  for (u32 i = threadIdx.x; i < TABLE_BYTES / 2; i += CONSUMER_THREADS + PRODUCER_THREADS) {
+    const u32 four = i % FOURS, load = i / FOURS % LOADS, t = i / (FOURS * LOADS) % 4, box = i / (FOURS * LOADS * 4);
+    const u32 word = (box * FOURS + four) % (2 * STEPS) * 4 + t;
+    ptx::store_shared_half(shared + TABLE + 2 * i, offset_of_k(word * WORD + load).bytes(shape) / 2);
+  }
+}
+
 /// Loads this thread's words of the im2col operand. All offsets are bytes from the beginning of a stage.
 struct InputOperand {
+  const u32 table;
   u32 position[M_TILES][2];
-  u32 word[REGULAR ? 1 : 2 * STEPS][LOADS];
+  /// Those of the steps of a stage of the weights, two in a word, and of the next stage.
+  u32 offsets[LOADS][FOURS / 2], next_offsets[LOADS][FOURS / 2];
+  u32 next_in_round = 0;
 
-  __device__ __forceinline__ explicit InputOperand(const Im2colTileShape& shape) {
-    const int t = threadIdx.x % 4;
+  __device__ __forceinline__ InputOperand(u32 shared, const Im2colTileShape& shape)
+      : table(shared + TABLE + threadIdx.x % 4 * TABLE_ROW) {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const TilePosition at(tile_position(m, half, shape.paired), shape);
         const Offset first{at.image * STAGE_CHANNELS, at.row * STEP_H, at.col * STEP_W};
-        const int offset = at.image < shape.images ? first.bytes(shape) : 0;
-        position[m][half] = shape.alignment_columns * ITEM + offset + (REGULAR ? offset_of_k(WORD * t).bytes(shape) : 0);
+        position[m][half] = shape.alignment_columns * ITEM + (at.image < shape.images ? first.bytes(shape) : 0);
       }
-#pragma unroll
-    for (int i = 0; i < (REGULAR ? 0 : 2 * STEPS); ++i)
-#pragma unroll
-      for (int load = 0; load < LOADS; ++load) word[i][load] = offset_of_k((4 * i + t) * WORD + load).bytes(shape);
+    load_next_offsets();
+    advance_offsets();
   }
 
-  /// Loads the words of one step: words t of both rows, then words t + 4.
+  /// Loads the offsets of the next stage of the weights. A round ends where a work tile does.
+  __device__ __forceinline__ void load_next_offsets() {
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load)
+      ptx::load_shared_bytes<16>(next_offsets[load], table + next_in_round * (4 * TABLE_ROW) + load * (2 * FOURS));
+    if (++next_in_round == ROUND_WEIGHT_STAGES) next_in_round = 0;
+  }
+  __device__ __forceinline__ void advance_offsets() {
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load)
+#pragma unroll
+      for (int i = 0; i < FOURS / 2; ++i) offsets[load][i] = next_offsets[load][i];
+  }
+
+  /// Loads the words of one of these steps: words t of both rows, then words t + 4.
   template <int STEP>
-  __device__ __forceinline__ void load(u32 (&words)[M_TILES][4], u32 stage, const Im2colTileShape& shape) const {
+  __device__ __forceinline__ void load(u32 (&words)[M_TILES][4], u32 stage) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       u32 from[LOADS];
 #pragma unroll
       for (int load = 0; load < LOADS; ++load) {
-        const int four = STEP * 2 + i;
+        const u32 both = offsets[load][STEP];
         // Pinned: otherwise the compiler keeps the sum for each pair of a position and a word in a register of its own.
-        from[load] = REGULAR ? stage + (offset_of_k(4 * four * WORD) + offset_of_k(load)).bytes(shape)
-                             : ptx::keep_in_register(stage + word[REGULAR ? 0 : four][load]);
+        from[load] = ptx::keep_in_register(stage + 2 * (i == 0 ? both & 0xffff : both >> 16));
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
@@ -265,53 +271,58 @@ __device__ __forceinline__ void store(const Accumulators& accumulators, Out* out
 
 /// A consumer warpgroup, which computes one work tile after another.
 struct Consumer {
-  const Im2colTileShape& shape;
-  const InputOperand operand;
+  InputOperand operand;
   InputRing input;
   WeightRing weights;
   /// The im2col operand of a step and of the next one.
   u32 words[2][M_TILES][4];
 
   __device__ __forceinline__ Consumer(u32 shared, const Im2colTileShape& shape)
-      : shape(shape), operand(shape), input(input_ring(shared, shape)), weights(weight_ring(shared, shape)) {}
+      : operand(shared, shape), input(input_ring(shared, shape)), weights(weight_ring(shared, shape)) {}
 
-  /// Multiplies the unrolled steps from STEP on. `before`: the steps before the first one; `first`: the work tile begins.
+  /// Multiplies the steps of a stage of the weights from STEP on. `left`: the steps of this stage of the input; `first`: the work
+  /// tile begins.
   template <int STEP>
-  __device__ __forceinline__ void steps(Accumulators& accumulators, u32 before, bool first) {
-    if constexpr (STEP < UNROLLED * STEPS) {
-      const u32 box_step = (before + STEP) % BOX_STEPS;
-      if constexpr (STEP % STEPS == 0) ptx::wait_for_phase(input.full(), input.parity);
+  __device__ __forceinline__ void steps(Accumulators& accumulators, u32& left, bool first) {
+    if constexpr (STEP < BOX_STEPS) {
+      constexpr bool MAY_BEGIN = STEP == 0 || STEPS % BOX_STEPS != 0, MAY_END = STEP == BOX_STEPS - 1 || STEPS % BOX_STEPS != 0;
+      if (MAY_BEGIN && (STEPS == BOX_STEPS || left == STEPS)) ptx::wait_for_phase(input.full(), input.parity);
       u32(&now)[M_TILES][4] = words[STEP % 2];
-      operand.template load<STEP % STEPS>(now, input.data(), shape);
-      if (box_step == 0) ptx::wait_for_phase(weights.full(), weights.parity);
-      const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + box_step * 2;
+      operand.template load<STEP>(now, input.data());
+      if (STEP == 0) ptx::wait_for_phase(weights.full(), weights.parity);
+      const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + STEP * 2;
       ptx::fence_wgmma();
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<BLOCK_CHANNELS, PRECISION>(accumulators.of[m], now[m], b);
       ptx::commit_wgmma();
-      if constexpr (STEP % STEPS == STEPS - 1) {
+      if (STEP == 0 && ROUND_WEIGHT_STAGES > 1) operand.load_next_offsets();
+      --left;
+      if (MAY_END && (STEPS == BOX_STEPS || left == 0)) {
         // The words are in registers, so the stage can be loaded again.
         release(input.empty());
         input.advance();
+        left = STEPS;
       }
       ptx::wait_wgmma<1>();
-      if (box_step == 0) release(weights.empty_before(), STEP > 0 || !first);
-      if (box_step == BOX_STEPS - 1) weights.advance();
-      steps<STEP + 1>(accumulators, before, first);
+      if (STEP == 0) release(weights.empty_before(), !first);
+      steps<STEP + 1>(accumulators, left, first);
     }
   }
 
   __device__ __forceinline__ void multiply(Accumulators& accumulators, int rounds) {
     accumulators.clear();
     // At least one, and the compiler must not know how many: otherwise it splits the loop.
-    u32 left = ptx::keep_in_register(rounds * (ROUND / UNROLLED)), before = 0;
+    u32 boxes = ptx::keep_in_register(rounds * ROUND_WEIGHT_STAGES), left = STEPS;
     bool first = true;
 #pragma unroll 1
     do {
-      steps<0>(accumulators, ROUND == UNROLLED ? 0 : before, first);
-      before += UNROLLED * STEPS;
+      // Pinned: otherwise the compiler makes a copy of the loop for each number that it may be.
+      left = ptx::keep_in_register(left);
+      steps<0>(accumulators, left, first);
+      if (ROUND_WEIGHT_STAGES > 1) operand.advance_offsets();
+      weights.advance();
       first = false;
-    } while (--left > 0);
+    } while (--boxes > 0);
     accumulators.wait();
     release(weights.empty_before());
   }
@@ -328,6 +339,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
     weight_ring(shared, shape).init(1, CONSUMER_THREADS / 32);
     ptx::fence_barrier_init();
   }
+  write_offsets(shared, shape);
   __syncthreads();
 
   if (threadIdx.x >= CONSUMER_THREADS) {

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
-from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
+from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.pad_rows import Rows, copies_clocks, copies_fit, pad_rows, rows_of_images
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import Words, im2col_tile_shape, map_sizes
@@ -19,7 +19,7 @@ from tconv_swap.kernels.grad_input.im2col_choice import Schedule
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.problem import Device
-from tconv_swap.runtime.integers import INT32_LIMIT, round_up
+from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     Argument,
     Constant,
@@ -42,8 +42,7 @@ def supports(problem: StridedProblem, device: Device) -> bool:
     geometry = problem.geometry
     if not grad_input_im2col_choice.supports_some_size(problem, device):
         return False
-    rows = copied_rows(problem)
-    if rows is not None and not copies_fit([rows], problem.dtype):
+    if not copies_fit(copied_rows(problem), problem.dtype):
         return False
     pixels = geometry.batch * max(
         geometry.height * geometry.width, problem.positions[0] * problem.positions[1]
@@ -51,10 +50,13 @@ def supports(problem: StridedProblem, device: Device) -> bool:
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
 
 
-def copied_rows(problem: StridedProblem) -> Rows | None:
-    """Returns the rows of grad_output that are copied to longer ones, or None where TMA can read them as they lie."""
+def copied_rows(problem: StridedProblem) -> list[Rows]:
+    """Returns the rows of grad_output, and those of the weight, that are copied to longer ones where TMA cannot read
+    them as they lie."""
     g = problem.geometry
-    return rows_of_images(0, g.batch * g.in_channels, g.height, g.width, problem.item)
+    grad_output = rows_of_images(0, g.batch * g.in_channels, g.height, g.width, problem.item)
+    weight = rows_of_images(2, g.out_channels, 1, _weight_row(problem), problem.item)
+    return [rows for rows in (grad_output, weight) if rows is not None]
 
 
 def ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Ranked]:
@@ -92,9 +94,8 @@ def best_clocks(among: Iterable[Schedule], problem: StridedProblem, device: Devi
 
 
 def _copy_clocks(problem: StridedProblem) -> float:
-    """Returns the expected clocks of the copy of grad_output with longer rows, or 0 if there is none."""
-    rows = copied_rows(problem)
-    return copies_clocks([rows], problem.dtype) if rows is not None else 0.0
+    """Returns the expected clocks of the copies with longer rows."""
+    return copies_clocks(copied_rows(problem), problem.dtype)
 
 
 def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
@@ -102,10 +103,12 @@ def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132)
     work_tiles = grad_input_im2col_tile.work_count(problem, tile)
     count = problem.grad_input_elements
     split = tile.splits > 1
-    partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
-    rows = copied_rows(problem)
-    grad_output = input_(0) if rows is None else workspace(partial_bytes)
-    columns = problem.geometry.width if rows is None else rows.padded
+    memory = WorkspaceLayout()
+    if split:
+        memory.reserve(4 * count * tile.splits)
+    copies = {
+        rows.operand: (rows, memory.reserve(rows.bytes(problem.dtype))) for rows in copied_rows(problem)
+    }
     layer, shape = of_any_size(problem), tile.shape
     counts = grad_input_im2col_tile.tile_counts(problem, shape)
     main = Launch(
@@ -120,23 +123,38 @@ def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132)
             struct(1),
         ),
         shared_bytes=grad_input_im2col_tile.shared_bytes(layer, tile),
-        tensor_maps=(_grad_output_map(problem, tile, grad_output, columns), _weight_map(problem, tile)),
+        tensor_maps=(
+            _grad_output_map(problem, tile, *_read(0, problem.geometry.width, copies)),
+            _weight_map(problem, tile, *_read(2, _weight_row(problem), copies)),
+        ),
         structs=(
             map_sizes(problem.geometry, problem.positions, counts, tile.splits),
             _shape_words(layer, tile.kernel, shape),
         ),
     )
-    launches = [main]
-    if rows is not None:
-        launches = [pad_rows(rows, partial_bytes, problem.dtype), main._replace(overlaps_previous=True)]
+    launches = [pad_rows(rows, place, problem.dtype) for rows, place in copies.values()]
+    launches.append(main._replace(overlaps_previous=bool(copies)))
     if split:
         launches.append(reduce_launch(problem, tile.splits, 0, count))
     return Part(
         FAMILY,
         f"{problem.precision} tensor cores, {tile}",
         tuple(launches),
-        partial_bytes + (0 if rows is None else rows.bytes(problem.dtype)),
+        memory.bytes,
     )
+
+
+def _read(operand: int, width: int, copies: Mapping[int, tuple[Rows, int]]) -> tuple[Argument, int]:
+    """Returns what is read of an operand, itself or its copy, and the elements from one of its rows to the next."""
+    if operand not in copies:
+        return input_(operand), width
+    rows, place = copies[operand]
+    return workspace(place), rows.padded
+
+
+def _weight_row(problem: StridedProblem) -> int:
+    """Returns the elements of the weight of one channel of the output."""
+    return problem.geometry.in_channels_per_group * problem.geometry.taps
 
 
 @lru_cache(maxsize=4096)
@@ -148,11 +166,12 @@ def _compiled(layer: StridedProblem, kernel: Im2colKernel) -> Kernel:
         ("WARPGROUPS", kernel.warpgroups),
         ("BLOCK_CHANNELS", kernel.channels),
         ("STAGE_CHANNELS", kernel.stage_channels),
+        ("STEPS", kernel.steps),
         ("HALVES", grad_input_im2col_tile.halves(layer)),
         ("COLUMN_BLOCK", grad_input_im2col_tile.COLUMN_BLOCK),
         ("MAX_INPUT_STAGES", grad_input_im2col_tile.MAX_INPUT_STAGES),
         ("MAX_WEIGHT_STAGES", grad_input_im2col_tile.MAX_WEIGHT_STAGES),
-        ("BARRIER_BYTES", grad_input_im2col_tile.BARRIER_BYTES),
+        ("HEAD_BYTES", grad_input_im2col_tile.head_bytes(layer, kernel)),
         ("PARTIAL", kernel.partial),
     )
     return Kernel("grad_input/im2col.cu", "grad_input_im2col", constants)
@@ -198,15 +217,15 @@ def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument, 
     )
 
 
-def _weight_map(problem: StridedProblem, tile: Im2colTile) -> TensorMap:
-    """Returns the tensor map of the weight: channels of the output with their taps, channels of the input, groups."""
+def _weight_map(problem: StridedProblem, tile: Im2colTile, base: Argument, row: int) -> TensorMap:
+    """Returns the tensor map of the weight, whose rows take ``row`` elements: channels of the output with their taps,
+    channels of the input, groups."""
     geometry = problem.geometry
-    row = geometry.in_channels_per_group * geometry.taps
     channels = geometry.out_channels_per_group
     return TensorMap(
-        input_(2),
+        base,
         TF32_ELEMENT_KINDS[problem.dtype],
-        (row, channels, geometry.groups),
+        (_weight_row(problem), channels, geometry.groups),
         (row * problem.item, channels * row * problem.item),
         (grad_input_im2col_tile.BOX_WORDS * grad_input_im2col_tile.word(problem), tile.kernel.channels, 1),
         (1, 1, 1),

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice, product
 from typing import NamedTuple
 
-from tconv_swap.kernels.common.hardware import TMA_ALIGNMENT
 from tconv_swap.kernels.grad_input.im2col_clocks import (
     clocks,
     conflicts,
@@ -59,11 +58,9 @@ class Schedule(NamedTuple):
 
 def supports_some_size(layer: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes some size of the layer."""
-    geometry = layer.geometry
     if layer.input_channels_last or layer.output_channels_last or layer.weight_channels_last:
         return False
-    weights = geometry.in_channels_per_group * geometry.taps
-    return weights * layer.item % TMA_ALIGNMENT == 0 and may_load(layer, device)
+    return may_load(layer, device)
 
 
 def ranked(

@@ -21,10 +21,7 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
     halves,
     input_bytes,
     offset,
-    regular,
-    round_stages,
     rounds,
-    steps,
     word,
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
@@ -55,18 +52,20 @@ def conflicts(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape)
         channels, rows, cols = offset(problem, k)
         return channels * channel + rows * shape.box_w + cols
 
-    quads = 1 if regular(problem, kernel.stage_channels) else 2 * steps(problem, kernel)
-    words = [
-        [element((4 * quad + t) * size) for t in range(4)] for quad in range(0, quads, max(1, quads // 4))
-    ]
+    quads = 2 * kernel.steps
+    # Words that are equally far apart have equal conflicts.
+    words = Counter(
+        tuple(element((4 * quad + t) * size) - element(4 * quad * size) for t in range(4))
+        for quad in range(0, quads, max(1, quads // 4))
+    )
     # Neither the order of loads nor the word at which one begins matters, so equal ones are counted once.
     loads = Counter(_loads(problem, kernel, shape))
     passes = sum(
-        count * max_of_a_bank({(first + at) // size for first in lanes for at in quad})
+        count * equal * max_of_a_bank({(first + at) // size for first in lanes for at in quad})
         for lanes, count in loads.items()
-        for quad in words
+        for quad, equal in words.items()
     )
-    return passes / (loads.total() * len(words))
+    return passes / (loads.total() * words.total())
 
 
 def _loads(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> Iterator[tuple[int, ...]]:
@@ -90,7 +89,7 @@ def step_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShap
     banks of shared memory, for each load."""
     multiplies = kernel.multiplies
     row = shape.box_w * problem.item
-    rows = input_bytes(problem, kernel, shape) / row / steps(problem, kernel)
+    rows = input_bytes(problem, kernel, shape) / row / kernel.steps
     weights = 4 * STEP_WORDS * kernel.channels
     # Rows follow one another in shared memory without gaps, so a row may begin anywhere in a line.
     lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
@@ -102,8 +101,7 @@ def step_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShap
 
 def step_count(problem: StridedProblem, kernel: Im2colKernel, splits: int) -> float:
     """Returns how many steps of k a work tile has."""
-    stage_steps = steps(problem, kernel)
-    return rounds(problem, kernel) * round_stages(stage_steps) * stage_steps / splits
+    return rounds(problem, kernel) * kernel.round_stages * kernel.steps / splits
 
 
 def store_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> float:

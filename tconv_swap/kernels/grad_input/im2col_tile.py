@@ -4,7 +4,6 @@ that a launch gives it, and a number of splits. grad_input/im2col_choice.py choo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import product
 from math import gcd
 from typing import NamedTuple
@@ -15,30 +14,29 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
-#: Words of 32 bits of one step of k, and of a stage of the weights.
+#: Words of 32 bits of one step of k, and of a stage of the weights; the steps of such a stage.
 STEP_WORDS = 8
 BOX_WORDS = 32
+BOX_STEPS = BOX_WORDS // STEP_WORDS
 #: Positions of one multiply.
 MULTIPLY_POSITIONS = 64
 #: Columns of the first dimension of the tensor map where a box would have too many columns for one dimension.
 COLUMN_BLOCK = 32
 MAX_INPUT_STAGES = 6
 MAX_WEIGHT_STAGES = 10
-#: Bytes of shared memory that hold the barriers of all stages, and those of a block beside its stages: the stages begin
-#: at a multiple of 1024 bytes.
-BARRIER_BYTES = 1024
-FIXED_BYTES = 1024 + BARRIER_BYTES
+#: The stages begin at a multiple of so many bytes of shared memory, behind the barriers of all stages and the table of
+#: offsets, which has so many bytes for each load of a word and stage of the weights.
+STAGE_ALIGNMENT = 1024
+BARRIER_BYTES, OFFSET_BYTES = 2 * 8 * (MAX_INPUT_STAGES + MAX_WEIGHT_STAGES), 2 * BOX_WORDS
 #: Threads of a block beside its consumers.
 PRODUCER_THREADS = 128
-#: The most registers of a thread that hold offsets, where not all four neighbouring words of k have the same distances.
-MAX_OFFSETS = 36
-#: The same beside the accumulators of 256 channels: with more the compiler spills.
-MAX_OFFSETS_256 = 20
 #: Columns of a shape: powers of two, the usual ones first, and for maps of several rows whose taps overlap those of
 #: usual maps between them. Seven eighths of the positions that are multiplied are of the tile, or more.
 COLUMNS, MAP_COLUMNS = (64, 32, 128, 16, 256, 8, 4), (20, 24, 28, 40, 48, 56)
 #: Warpgroups, multiplies of 64 positions of each, and channels of the kernels: 128 accumulators a thread, or 64.
 BLOCKS = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
+#: The channels that a multiply may have: a block has no more than those that hold all of a layer.
+MULTIPLY_CHANNELS = (16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 128, 256)
 
 
 class Im2colKernel(NamedTuple):
@@ -48,8 +46,9 @@ class Im2colKernel(NamedTuple):
     m_tiles: int
     warpgroups: int
     channels: int
-    #: Channels of grad_output in one stage.
+    #: Channels of grad_output in one stage, and its steps of k.
     stage_channels: int
+    steps: int
     #: Whether it stores partial sums of several splits.
     partial: bool = False
 
@@ -67,6 +66,12 @@ class Im2colKernel(NamedTuple):
     def threads(self) -> int:
         """Returns how many threads a block has."""
         return 128 * self.warpgroups + PRODUCER_THREADS
+
+    @property
+    def round_stages(self) -> int:
+        """Returns how many stages of the input make a round: the fewest that take a whole number of stages of the
+        weights."""
+        return BOX_STEPS // gcd(BOX_STEPS, self.steps)
 
 
 class Im2colShape(NamedTuple):
@@ -145,21 +150,9 @@ def box_h(problem: StridedProblem, shape: Im2colShape) -> int:
     return (shape.rows - 1) * problem.step[0] + problem.reach[0] + 1
 
 
-def steps(problem: StridedProblem, kernel: Im2colKernel) -> int:
-    """Returns how many steps of k one stage of the input has."""
-    return kernel.stage_channels * problem.geometry.taps // (STEP_WORDS * word(problem))
-
-
-def round_stages(steps: int) -> int:
-    """Returns how many stages of the input, of so many steps each, make a round: the fewest that take a whole number of
-    stages of the weights."""
-    return 4 // gcd(4, steps)
-
-
 def rounds(problem: StridedProblem, kernel: Im2colKernel) -> int:
     """Returns how many rounds the sum over k has."""
-    channels = kernel.stage_channels * round_stages(steps(problem, kernel))
-    return ceil_div(problem.geometry.in_channels_per_group, channels)
+    return ceil_div(problem.geometry.in_channels_per_group, kernel.stage_channels * kernel.round_stages)
 
 
 def offset(problem: StridedProblem, k: int) -> tuple[int, int, int]:
@@ -178,18 +171,10 @@ def halves(problem: StridedProblem) -> bool:
     return word(problem) == 2 and not (together and alignment_columns(problem, False) % 2 == 0)
 
 
-@lru_cache(maxsize=1024)
-def regular(problem: StridedProblem, stage_channels: int) -> bool:
-    """Returns whether all four neighbouring words of k have the same distances as the first four, whatever the box."""
-    size, quad = word(problem), 4 * word(problem)
-    offsets = [offset(problem, k) for k in range(stage_channels * problem.geometry.taps)]
-
-    def distance(k: int, to: int) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(offsets[k], offsets[to], strict=True))
-
-    return all(distance(k // quad * quad, k) == offsets[k % quad] for k in range(len(offsets))) and all(
-        distance(k - 1, k) == offsets[1] for k in range(1, len(offsets), 2) if size == 2
-    )
+def head_bytes(problem: StridedProblem, kernel: Im2colKernel) -> int:
+    """Returns the bytes of shared memory before the stages: the barriers and the table of offsets of a round."""
+    boxes = kernel.round_stages * kernel.steps // BOX_STEPS
+    return round_up(BARRIER_BYTES + boxes * OFFSET_BYTES * (2 if halves(problem) else 1), STAGE_ALIGNMENT)
 
 
 def input_bytes(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colShape) -> int:
@@ -211,7 +196,8 @@ def shared_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
     """Returns the bytes of shared memory of one block."""
     kernel, shape = tile.kernel, tile.shape
     inputs = shape.input_stages * input_pitch(problem, kernel, shape)
-    return FIXED_BYTES + inputs + shape.weight_stages * weight_bytes(kernel)
+    head = STAGE_ALIGNMENT + head_bytes(problem, kernel)
+    return head + inputs + shape.weight_stages * weight_bytes(kernel)
 
 
 def tile_counts(problem: StridedProblem, shape: Im2colShape) -> tuple[int, int, int]:
@@ -263,19 +249,17 @@ def is_aligned(problem: StridedProblem, shape: Im2colShape) -> bool:
 
 def kernels(problem: StridedProblem, device: Device) -> Iterator[Im2colKernel]:
     """Yields the kernels that compute sizes of this layer."""
-    stage_channels = _stage_channels(problem)
-    if stage_channels is None:
-        return
     out_channels = problem.geometry.out_channels_per_group
-    for warpgroups, m_tiles, channels in BLOCKS:
-        if channels >= 2 * out_channels and channels > 64:
-            continue
-        kernel = Im2colKernel(m_tiles, warpgroups, channels, stage_channels)
-        if not _has_registers(problem, kernel) or next(shapes(problem, kernel, device), None) is None:
-            continue
-        yield kernel
-        if rounds(problem, kernel) > 1 and problem.geometry.groups == 1:
-            yield kernel._replace(partial=True)
+    exact = next(channels for channels in MULTIPLY_CHANNELS if channels >= min(out_channels, 256))
+    blocks = ((warpgroups, m_tiles, min(channels, exact)) for warpgroups, m_tiles, channels in BLOCKS)
+    for warpgroups, m_tiles, channels in dict.fromkeys(blocks):
+        for stage_channels, steps in _stages(problem):
+            kernel = Im2colKernel(m_tiles, warpgroups, channels, stage_channels, steps)
+            if next(shapes(problem, kernel, device), None) is not None:
+                yield kernel
+                if rounds(problem, kernel) > 1 and problem.geometry.groups == 1:
+                    yield kernel._replace(partial=True)
+                break
 
 
 def shapes(problem: StridedProblem, kernel: Im2colKernel, device: Device) -> Iterator[Im2colShape]:
@@ -314,25 +298,24 @@ def variants(
             yield staged
 
 
-def _has_registers(problem: StridedProblem, kernel: Im2colKernel) -> bool:
-    """Returns whether registers can hold the offsets of the words of k."""
-    offsets = 2 * steps(problem, kernel) * (2 if halves(problem) else 1)
-    limit = MAX_OFFSETS_256 if kernel.channels == 256 else MAX_OFFSETS
-    return offsets <= limit or regular(problem, kernel.stage_channels)
-
-
-def _stage_channels(problem: StridedProblem) -> int | None:
-    """Returns how many channels a stage has: whole steps of k, at least four of them if possible."""
+def _stages(problem: StridedProblem) -> Iterator[tuple[int, int]]:
+    """Yields the channels and the steps that a stage may have, the one with the fewest steps of all first: whole steps
+    of whole channels, at least four if possible, and in one group all of k, filled up to whole stages of the
+    weights."""
     step, taps = STEP_WORDS * word(problem), problem.geometry.taps
     group, groups = problem.geometry.in_channels_per_group, problem.geometry.groups
+    whole = round_up(ceil_div(group * taps, step), BOX_STEPS)
     fewest = step // gcd(step, taps)
     for channels in (fewest, 2 * fewest, 4 * fewest, 8 * fewest):
         count = channels * taps // step
-        if groups > 1 and group % (channels * round_stages(count)):
-            return None
-        if count >= 4:
-            return channels
-    return None
+        of_round = channels * BOX_STEPS // gcd(BOX_STEPS, count)
+        if groups > 1 and group % of_round:
+            return
+        if count >= BOX_STEPS:
+            if groups == 1 and whole < ceil_div(group, of_round) * of_round * taps // step:
+                yield ceil_div(whole * step, taps), whole
+            yield channels, count
+            return
 
 
 def _padded(problem: StridedProblem, box_w: int) -> list[int]:
@@ -351,13 +334,13 @@ def with_stages(
     if max(shape.images, box_h(problem, shape)) > MAX_BOX or shape.column_block * MAX_BOX < shape.box_w:
         return None
     one_input, one_weight = input_pitch(problem, kernel, shape), weight_bytes(kernel)
-    room, one_stage = device.shared_memory_per_block - FIXED_BYTES, steps(problem, kernel)
+    room = device.shared_memory_per_block - STAGE_ALIGNMENT - head_bytes(problem, kernel)
     best, found = 0.0, None
     for inputs in range(2, MAX_INPUT_STAGES + 1):
         weights = min(MAX_WEIGHT_STAGES, (room - inputs * one_input) // one_weight)
         if weights < 2:
             break
-        steps_ahead = min(inputs * one_stage, 4 * weights) + 0.01 * min(inputs, weights)
+        steps_ahead = min(inputs * kernel.steps, BOX_STEPS * weights) + 0.01 * min(inputs, weights)
         if steps_ahead > best:
             best, found = steps_ahead, (inputs, weights)
     return found and shape._replace(input_stages=found[0], weight_stages=found[1])
