@@ -1,5 +1,5 @@
-// Gradient of the input, strides above 1, from NCHW tensors without a layout conversion (sm_90a): an implicit GEMM whose
-// im2col operand exists only in registers.
+// Gradient of the input, strides above 1, from NCHW tensors without a layout conversion, and from channels_last tensors of few
+// channels (sm_90a): an implicit GEMM whose im2col operand exists only in registers.
 //
 //   M = positions, each one pixel of grad_input: WARPGROUPS times M_TILES multiplies of 64 positions
 //   N = BLOCK_CHANNELS channels of the input
@@ -11,7 +11,7 @@
 // words of 32 bits. A word is one tap in float32 and two taps in 16 bits, which are loaded at once, or as HALVES where no
 // single word of the box holds both. Each thread loads its words of the left operand from the box, by an address for each
 // position and an offset for each word of k, so another kernel, stride or padding only changes the table of offsets, which
-// lies in shared memory. wgmma reads the weights from shared memory.
+// lies in shared memory; registers hold the addresses where they are few. wgmma reads the weights from shared memory.
 //
 // The launch gives the shape of a tile (Im2colTileShape): its images, rows and columns of positions, numbered in this order
 // (rows of a multiply past the last one are not stored), the box, and the stages that hold it. So one kernel has for each
@@ -23,10 +23,14 @@
 // the offsets of a round. A stage of the input is whole channels, or all of k, of which the last steps may be zeros: channels
 // that grad_output does not have, in STAGE_CHANNELS, or with which the last round is filled up.
 //
+// channels_last: the channels of a pixel are columns of its row, so that to this kernel grad_output is one channel, with kernel,
+// stride and padding that many times as wide. OUTPUT_CHANNELS_LAST: grad_input lies so.
+//
 // Covers: float32 as TF32 (TMA rounds), float16, bfloat16; rows of grad_output and of the weight that are multiples of 16
 // bytes; any kernel, stride, padding, dilation; several groups if their channels fill whole rounds. `wide`: the tensor map
 // has two dimensions for the columns, COLUMN_BLOCK of them and the rest, because a box has at most 256 elements along a
 // dimension. PARTIAL: grad_input is float32 [sizes.splits, ...], and each split has its share of the rounds.
+#include "common/tile_index.cuh"
 #include "grad_input/tma_gemm.cuh"
 
 // ---- the im2col operand ------------------------------------------------------------------------------------------
@@ -45,7 +49,8 @@ struct Offset {
 };
 __device__ __forceinline__ Offset offset_of_k(u32 k) {
   const u32 channel = k / TAPS, tap = k % TAPS;
-  return {static_cast<int>(channel), static_cast<int>(tap / KERNEL_W * DILATION_H), static_cast<int>(tap % KERNEL_W * DILATION_W)};
+  const int row = tap / KERNEL_W, col = tap % KERNEL_W;
+  return {static_cast<int>(channel), row * DILATION_H, col * DILATION_W};
 }
 /// How many loads a word takes.
 constexpr int LOADS = HALVES ? 2 : 1;
@@ -173,6 +178,9 @@ __device__ __forceinline__ void write_offsets(u32 shared, const Im2colTileShape&
   }
 }
 
+/// Whether registers hold the address of each word of a round, from the beginning of a stage.
+constexpr bool KEEPS_ADDRESSES = ROUND_WEIGHT_STAGES == 1 && !HALVES;
+
 /// Loads this thread's words of the im2col operand. All offsets are bytes from the beginning of a stage.
 struct InputOperand {
   const u32 table;
@@ -180,6 +188,7 @@ struct InputOperand {
   /// Those of the steps of a stage of the weights, two in a word, and of the next stage.
   u32 offsets[LOADS][FOURS / 2], next_offsets[LOADS][FOURS / 2];
   u32 next_in_round = 0;
+  u32 addresses[KEEPS_ADDRESSES ? FOURS : 1][M_TILES][2];
 
   __device__ __forceinline__ InputOperand(u32 shared, const Im2colTileShape& shape)
       : table(shared + TABLE + threadIdx.x % 4 * TABLE_ROW) {
@@ -193,6 +202,21 @@ struct InputOperand {
       }
     load_next_offsets();
     advance_offsets();
+    if constexpr (KEEPS_ADDRESSES) {
+#pragma unroll
+      for (int i = 0; i < FOURS; ++i)
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            addresses[i][m][half] = ptx::keep_in_register(position[m][half] + offset(i, 0));
+    }
+  }
+
+  /// Returns the offset of this lane's word of the four words number `four` of these steps.
+  __device__ __forceinline__ u32 offset(int four, int load) const {
+    const u32 both = offsets[load][four / 2];
+    return 2 * (four % 2 == 0 ? both & 0xffff : both >> 16);
   }
 
   /// Loads the offsets of the next stage of the weights. A round ends where a work tile does.
@@ -216,23 +240,66 @@ struct InputOperand {
     for (int i = 0; i < 2; ++i) {
       u32 from[LOADS];
 #pragma unroll
-      for (int load = 0; load < LOADS; ++load) {
-        const u32 both = offsets[load][STEP];
+      for (int load = 0; load < LOADS; ++load)
         // Pinned: otherwise the compiler keeps the sum for each pair of a position and a word in a register of its own.
-        from[load] = ptx::keep_in_register(stage + 2 * (i == 0 ? both & 0xffff : both >> 16));
-      }
+        from[load] = ptx::keep_in_register(stage + offset(2 * STEP + i, load));
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           u32 loaded[LOADS];
 #pragma unroll
-          for (int load = 0; load < LOADS; ++load) ptx::load_shared_bytes<HALVES ? 2 : 4>(loaded + load, from[load] + position[m][half]);
+          for (int load = 0; load < LOADS; ++load) {
+            const u32 address =
+                KEEPS_ADDRESSES ? stage + addresses[KEEPS_ADDRESSES ? 2 * STEP + i : 0][m][half] : from[load] + position[m][half];
+            ptx::load_shared_bytes<HALVES ? 2 : 4>(loaded + load, address);
+          }
           words[m][2 * i + half] = HALVES ? __byte_perm(loaded[0], loaded[LOADS - 1], 0x5410) : loaded[0];
         }
     }
   }
 };
+
+/// Stores the first `count` of N neighbouring channels, which come in pairs.
+template <int N>
+__device__ __forceinline__ void store_channels(Out* to, const float (&values)[N], int count) {
+  if (OUT_CHANNELS % N == 0 && CHANNELS_GROUP % N == 0) {
+    PackOf<Out, N> pack;
+#pragma unroll
+    for (int i = 0; i < N; ++i) pack.elements[i] = store_as<Out>(values[i]);
+    if (count > 0) *reinterpret_cast<PackOf<Out, N>*>(to) = pack;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < count) to[i] = store_as<Out>(values[i]);
+  }
+}
+
+/// Stores a pixel of grad_input, of which this lane has channels 2t and 2t + 1 of every eight in `values`; `count`: of channels
+/// that there are. In 16 bits lanes exchange pairs of two eights, so that together they store whole sectors.
+__device__ __forceinline__ void store_pixel(Out* to, const float* values, bool exists, int count) {
+  constexpr bool EXCHANGES = sizeof(Out) == 2;
+  const int t = threadIdx.x % 4;
+  int c = 0;
+#pragma unroll
+  for (; EXCHANGES && c + 16 <= BLOCK_CHANNELS; c += 16) {
+    const float* own = values + c / 2;
+    const bool odd = t % 2;
+    float given[2], taken[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) given[i] = odd ? own[i] : own[4 + i];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) taken[i] = __shfl_xor_sync(~0u, given[i], 1);
+    const float four[4] = {odd ? taken[0] : own[0], odd ? taken[1] : own[1], odd ? own[4] : taken[0], odd ? own[5] : taken[1]};
+    const int channel = c + (odd ? 8 + 2 * (t - 1) : 2 * t);
+    if (exists) store_channels(to + channel, four, count - channel);
+  }
+#pragma unroll
+  for (; c < BLOCK_CHANNELS; c += 8) {
+    const float pair[2] = {values[c / 2], values[c / 2 + 1]};
+    if (exists) store_channels(to + c + 2 * t, pair, count - c - 2 * t);
+  }
+}
 
 /// Stores a work tile: accumulators.of[m][c / 2 + 2 * half + i] of lane 4g + t belongs to position tile_position(m, half) and
 /// channel c + 2t + i. IN_PAIRS: rows of grad_input have an even number of columns, so that pairs of positions are neighbours
@@ -249,8 +316,15 @@ __device__ __forceinline__ void store(const Accumulators& accumulators, Out* out
       const TilePosition at(tile_position(m, half, IN_PAIRS || shape.paired), shape);
       const int col = work.col + at.col, row = work.row + at.row, image = work.image + at.image;
       const bool exists = at.image < shape.images && col < sizes.out_width && row < sizes.out_height && image < sizes.batch;
-      Out* to = output + (static_cast<long long>(image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * out_pixels +
-                row * sizes.out_width + col;
+      const int pixel = row * sizes.out_width + col;
+      if constexpr (OUTPUT_CHANNELS_LAST) {
+        const int first = work.block * BLOCK_CHANNELS;
+        Out* to = output + (image * out_pixels + pixel) * OUT_CHANNELS + first;
+        store_pixel(to, accumulators.of[m] + half * 2, exists, CHANNELS_GROUP - first);
+        continue;
+      }
+      const long long plane = static_cast<long long>(image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel;
+      Out* to = output + plane * out_pixels + pixel;
 #pragma unroll
       for (int c = 0; c < BLOCK_CHANNELS; c += 8)
 #pragma unroll
@@ -356,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
       consumer.multiply(accumulators, work.rounds);
       Out* to = grad_input;
       if constexpr (PARTIAL) to += split_offset(work.split, sizes);
-      if (shape.paired && (shape.cols.value | sizes.out_width) % 2 == 0) {
+      if (!OUTPUT_CHANNELS_LAST && shape.paired && (shape.cols.value | sizes.out_width) % 2 == 0) {
         store<true>(accumulators, to, work, sizes, shape);
       } else {
         store<false>(accumulators, to, work, sizes, shape);

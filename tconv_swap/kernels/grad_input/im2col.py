@@ -1,10 +1,11 @@
-"""Plans the gradient of the input, strides above 1, from NCHW tensors without a layout conversion
-(csrc/kernels/grad_input/im2col.cu). The functions are pure."""
+"""Plans the gradient of the input, strides above 1, from NCHW tensors without a layout conversion, and from
+channels_last tensors of few channels (csrc/kernels/grad_input/im2col.cu). The functions are pure, and take problems as
+they lie."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS
@@ -16,7 +17,7 @@ from tconv_swap.kernels.forward.split_k import reduce_launch
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_choice import Schedule
-from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile, as_read
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
@@ -39,6 +40,7 @@ FAMILY = "im2col"
 
 def supports(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
+    problem = as_read(problem)
     geometry = problem.geometry
     if not grad_input_im2col_choice.supports_some_size(problem, device):
         return False
@@ -53,10 +55,24 @@ def supports(problem: StridedProblem, device: Device) -> bool:
 def copied_rows(problem: StridedProblem) -> list[Rows]:
     """Returns the rows of grad_output, and those of the weight, that are copied to longer ones where TMA cannot read
     them as they lie."""
+    problem = as_read(problem)
     g = problem.geometry
     grad_output = rows_of_images(0, g.batch * g.in_channels, g.height, g.width, problem.item)
     weight = rows_of_images(2, g.out_channels, 1, _weight_row(problem), problem.item)
     return [rows for rows in (grad_output, weight) if rows is not None]
+
+
+def candidates(
+    layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device
+) -> tuple[Schedule, ...]:
+    """Returns every kernel of a layer (``of_any_size``), with the shapes that are the fastest for some map; ``sizes``
+    are among these maps."""
+    return grad_input_im2col_choice.candidates(as_read(layer), [as_read(size) for size in sizes], device)
+
+
+def every_shape(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
+    """Yields every kernel of a layer (``of_any_size``) with each of its shapes, without conflicts of banks."""
+    return grad_input_im2col_choice.every_shape(as_read(layer), device)
 
 
 def ranked(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[Ranked]:
@@ -75,7 +91,7 @@ def ranked_tiles(
     the fastest first."""
     if not supports(problem, device):
         return []
-    return grad_input_im2col_choice.ranked(among, problem, device, _copy_clocks(problem))
+    return grad_input_im2col_choice.ranked(among, as_read(problem), device, _copy_clocks(problem))
 
 
 def best_clocks(among: Iterable[Schedule], problem: StridedProblem, device: Device) -> list[float]:
@@ -83,10 +99,10 @@ def best_clocks(among: Iterable[Schedule], problem: StridedProblem, device: Devi
     none."""
     if not supports(problem, device):
         return [math.inf for _ in among]
-    copied = _copy_clocks(problem)
+    copied, read = _copy_clocks(problem), as_read(problem)
     return [
         min(
-            (clocks for clocks, _ in grad_input_im2col_choice.ranked([one], problem, device, copied)),
+            (clocks for clocks, _ in grad_input_im2col_choice.ranked([one], read, device, copied)),
             default=math.inf,
         )
         for one in among
@@ -100,6 +116,7 @@ def _copy_clocks(problem: StridedProblem) -> float:
 
 def lower(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
+    problem = as_read(problem)
     work_tiles = grad_input_im2col_tile.work_count(problem, tile)
     count = problem.grad_input_elements
     split = tile.splits > 1
@@ -168,6 +185,7 @@ def _compiled(layer: StridedProblem, kernel: Im2colKernel) -> Kernel:
         ("STAGE_CHANNELS", kernel.stage_channels),
         ("STEPS", kernel.steps),
         ("HALVES", grad_input_im2col_tile.halves(layer)),
+        ("OUTPUT_CHANNELS_LAST", layer.output_channels_last),
         ("COLUMN_BLOCK", grad_input_im2col_tile.COLUMN_BLOCK),
         ("MAX_INPUT_STAGES", grad_input_im2col_tile.MAX_INPUT_STAGES),
         ("MAX_WEIGHT_STAGES", grad_input_im2col_tile.MAX_WEIGHT_STAGES),

@@ -58,9 +58,7 @@ class Schedule(NamedTuple):
 
 def supports_some_size(layer: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes some size of the layer."""
-    if layer.input_channels_last or layer.output_channels_last or layer.weight_channels_last:
-        return False
-    return may_load(layer, device)
+    return not (layer.input_channels_last or layer.weight_channels_last) and may_load(layer, device)
 
 
 def ranked(

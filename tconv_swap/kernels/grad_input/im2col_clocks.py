@@ -33,9 +33,10 @@ from tconv_swap.kernels.gradients.grad_output_tile import max_of_a_bank
 LAUNCH_CLOCKS = 13000
 BYTE_CLOCKS, RAGGED_BYTE_CLOCKS, ODD_ROW_CLOCKS = 0.00018, 0.0004, 0.0018
 WEIGHT_BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS = 0.0006, 0.0015
-#: Clocks of a tile beside its steps; of an element that it stores with 4 bytes, and with 2 where neighbouring positions
-#: are not paired.
-TILE_CLOCKS, STORE_CLOCKS, UNPAIRED_STORE_CLOCKS = 3500, 0.045, 0.56
+#: Clocks of a tile beside its steps, and further ones, all of them for this many channels or more; of an element that
+#: it stores with 4 bytes, and with 2 where neighbouring positions are not paired (in NCHW).
+TILE_CLOCKS, CHANNELS_CLOCKS, MANY_CHANNELS = 1000, 2500, 64
+STORE_CLOCKS, UNPAIRED_STORE_CLOCKS = 0.045, 0.56
 #: Clocks that a row of a box takes for each line of shared memory (of LINE_BYTES) that it touches, and for each byte;
 #: of a byte of the weights in a stage.
 LINE_BYTES, LINE_CLOCKS, ROW_BYTE_CLOCKS, STAGE_WEIGHT_BYTE_CLOCKS = 128, 3.8, 0.029, 0.017
@@ -109,22 +110,24 @@ def store_clocks(problem: StridedProblem, kernel: Im2colKernel, shape: Im2colSha
     if kernel.partial or problem.item == 4:
         of_element = STORE_CLOCKS
     else:
-        of_element = 0.0 if shape.paired else UNPAIRED_STORE_CLOCKS
-    return TILE_CLOCKS + of_element * kernel.positions * kernel.channels
+        of_element = 0.0 if shape.paired or problem.output_channels_last else UNPAIRED_STORE_CLOCKS
+    of_channels = CHANNELS_CLOCKS * min(1.0, kernel.channels / MANY_CHANNELS)
+    return TILE_CLOCKS + of_channels + of_element * kernel.positions * kernel.channels
 
 
 def clocks(problem: StridedProblem, of_tiles: float, splits: int) -> float:
     """Returns the expected clocks of all launches but one that copies grad_output. ``of_tiles``: those of the
     tiles."""
     g, outputs = problem.geometry, problem.grad_input_elements
-    ragged = problem.positions[1] * problem.item % SECTOR_BYTES
+    row = g.out_channels if problem.output_channels_last else problem.positions[1]
+    ragged = row * problem.item % SECTOR_BYTES
     weights = g.in_channels_per_group * g.out_channels * g.taps
     return (
         LAUNCH_CLOCKS
         + of_tiles
         + BYTE_CLOCKS * problem.moved_bytes
         + (RAGGED_BYTE_CLOCKS * outputs * problem.item if ragged else 0)
-        + (ODD_ROW_CLOCKS * outputs if problem.positions[1] % 2 else 0)
+        + (ODD_ROW_CLOCKS * outputs if row % 2 else 0)
         + WEIGHT_BYTE_CLOCKS * weights * problem.item
         + (PARTIAL_BYTE_CLOCKS * 4 * outputs * splits if splits > 1 else 0)
     )

@@ -4,6 +4,7 @@ that a launch gives it, and a number of splits. grad_input/im2col_choice.py choo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from math import gcd
 from typing import NamedTuple
@@ -117,6 +118,32 @@ class Im2colTile(NamedTuple):
         tile = f"{shape.images}x{shape.rows}x{shape.cols} positions x {kernel.channels} channels"
         text = f"{tile}, {kernel.warpgroups} warpgroups"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
+
+
+@lru_cache(maxsize=4096)
+def as_read(problem: StridedProblem) -> StridedProblem:
+    """Returns the problem as the kernel reads it. In channels_last the channels of a pixel are columns of its row, if
+    they are one group and its taps follow one another: kernel, stride and padding are that many times as wide, and the
+    weight in channels_last has that order too."""
+    g, channels = problem.geometry, problem.geometry.in_channels
+    if not (problem.input_channels_last and problem.weight_channels_last):
+        return problem
+    if g.groups > 1 or g.dilation[1] > 1:
+        return problem
+    wide = g._replace(
+        in_channels=1,
+        width=g.width * channels,
+        kernel=(g.kernel[0], g.kernel[1] * channels),
+        padding=(g.padding[0], g.padding[1] * channels),
+        output_padding=(g.output_padding[0], 0),
+    )
+    wide = wide._replace(output_padding=(g.output_padding[0], problem.positions[1] - wide.out_width))
+    return problem._replace(
+        geometry=wide,
+        step=(problem.step[0], problem.step[1] * channels),
+        input_channels_last=False,
+        weight_channels_last=False,
+    )
 
 
 def word(problem: StridedProblem) -> int:

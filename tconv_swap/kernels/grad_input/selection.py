@@ -93,7 +93,7 @@ def kernels_for(problem: StridedProblem, device: Device) -> Kernels:
         if by_threads
         else (),
         tuple((shape,) for kernel in by_tma for shape in kernel),
-        tuple(grad_input_im2col_choice.every_shape(layer, device)) if by_im2col else (),
+        tuple(grad_input_im2col.every_shape(layer, device)) if by_im2col else (),
         grad_input_narrow_mma.candidates([posed], device)
         if grad_input_narrow_mma.supports(posed := as_problem(problem), device)
         else (),
@@ -110,7 +110,7 @@ def _timed(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Devic
         yield from _of_tma(layer, sizes, device)
     else:
         yield from _of_copies(layer, sizes, device)
-        yield from _of_im2col(layer, sizes, device)
+    yield from _of_im2col(layer, sizes, device)
     if grad_input_choice.supports(layer, device):
         yield from _of_implicit_gemm(sizes, device)
 
@@ -178,7 +178,7 @@ def _of_copies(layer: StridedProblem, sizes: Sequence[StridedProblem], device: D
 
 
 def _of_im2col(layer: StridedProblem, sizes: Sequence[StridedProblem], device: Device) -> Iterator[Timed]:
-    schedules = grad_input_im2col_choice.candidates(layer, sizes, device)
+    schedules = grad_input_im2col.candidates(layer, sizes, device)
     times = [grad_input_im2col.best_clocks(schedules, size, device) for size in sizes]
     for schedule, of_sizes in zip(schedules, zip(*times, strict=True), strict=True):
         yield Timed("im2col", schedule, list(of_sizes), False)

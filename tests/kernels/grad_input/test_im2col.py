@@ -21,7 +21,7 @@ from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
-from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile, as_read
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.kernels.grad_input.selection import kernels_for, kernels_of, representatives
 
@@ -40,7 +40,7 @@ def random_geometry(rng: random.Random) -> Geometry:
     if rng.random() < 0.6:
         channels[1] = groups * rng.choice((8, 24, 32, 64, 72, 136, 264))
     else:
-        groups = 1
+        groups, channels[0] = 1, rng.choice((channels[0], 9, 30, 65))
     batch = rng.choice((1, 2, 5, 9))
     if rng.random() < 0.4:
         return Geometry(batch, channels[0], *size, channels[1], kernel, kernel, groups=groups)
@@ -104,11 +104,12 @@ def cases(
         geometry = wide_geometry(rng) if wide else random_geometry(rng)
         if min(geometry.out_height, geometry.out_width) < 1 or geometry.macs / geometry.groups > 1e9:
             continue
-        problem = plan.Problem(geometry, dtype, precision, False, False)
+        last = not wide and rng.random() < 0.4
+        problem = plan.Problem(geometry, dtype, precision, last, last)
         posed = as_convolution(problem)
         kinds: dict[tuple[object, ...], list[Im2colTile]] = {}
         if posed.step != (1, 1) and grad_input_im2col.supports(posed, H200):
-            for tile in tiles_of(rng, posed):
+            for tile in tiles_of(rng, as_read(posed)):
                 kernel, shape = tile.kernel, tile.shape
                 kind = (kernel, shape.paired, shape.cols, shape.images > 1, shape.wide)
                 if shape.wide or not wide:
@@ -122,6 +123,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     """Returns the gradient of one channel of the first group, computed from what the launch says, as
     grad_input/im2col.cu does, and by the definition."""
     rng = np.random.default_rng(0)
+    posed = as_read(posed)
     geometry, (step_h, step_w) = posed.geometry, posed.step
     launches = grad_input_im2col.lower(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
@@ -215,6 +217,39 @@ def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: i
     for _, posed, tile in (*cases(seed, 9), *cases(seed, 3, wide=True)):
         found, wanted = emulated(posed, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
+
+
+def channels_last_problem(geometry: Geometry) -> StridedProblem:
+    return as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+
+
+def test_in_channels_last_the_channels_of_a_pixel_are_columns_of_its_row() -> None:
+    rng, drawn = np.random.default_rng(0), random.Random(0)
+    for _ in range(40):
+        geometry = random_geometry(drawn)._replace(groups=1, out_channels=drawn.choice((1, 2, 3, 5)))
+        geometry = geometry._replace(dilation=(geometry.dilation[0], 1), output_padding=(0, 0))
+        if min(geometry.out_height, geometry.out_width) < 1:
+            continue
+        posed = channels_last_problem(geometry)
+        read, g = as_read(posed), posed.geometry
+        assert of_any_size(read) == as_read(of_any_size(posed))
+        assert read.positions == posed.positions
+        grad_output = rng.standard_normal((g.batch, g.height, g.width, g.in_channels))
+        weight = rng.standard_normal((*g.kernel, g.in_channels))
+        found = defined_gradient(
+            read, grad_output.reshape(g.batch, 1, g.height, -1), weight.reshape(1, g.kernel[0], -1)
+        )
+        wanted = defined_gradient(posed, grad_output.transpose(0, 3, 1, 2), weight.transpose(2, 0, 1))
+        np.testing.assert_allclose(found, wanted, atol=1e-9)
+
+
+def test_channels_last_needs_one_group_whose_taps_follow_one_another() -> None:
+    geometry = Geometry(2, 64, 16, 16, 4, (4, 4), (2, 2), (1, 1))
+    assert grad_input_im2col.supports(channels_last_problem(geometry), H200)
+    for other in (geometry._replace(groups=2), geometry._replace(dilation=(1, 2))):
+        assert not grad_input_im2col.supports(channels_last_problem(other), H200)
+    weight_in_nchw = plan.Problem(geometry, torch.float16, "ieee", True, False)
+    assert not grad_input_im2col.supports(as_convolution(weight_in_nchw), H200)
 
 
 def test_a_stage_is_all_of_k_where_that_multiplies_less() -> None:
@@ -343,4 +378,5 @@ def test_every_kind_of_tile_matches_float64(seed: int) -> None:
     for problem, posed, tile in (*cases(100 + seed, 6), *cases(100 + seed, 2, wide=True)):
         part, tolerance = grad_input_im2col.lower(posed, tile), TOLERANCE[problem.dtype]
         mask = (True, False, False)
-        assert_kernel_matches(part, problem.geometry, problem.dtype, (False, False), tolerance, mask)
+        layouts = (problem.channels_last, problem.weight_channels_last)
+        assert_kernel_matches(part, problem.geometry, problem.dtype, layouts, tolerance, mask)

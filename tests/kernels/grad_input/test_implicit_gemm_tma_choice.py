@@ -9,6 +9,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
@@ -41,7 +42,8 @@ def test_the_family_comes_first_where_it_computes_the_problem() -> None:
     families = [part.family for part in parts]
     of_layer = len(grad_input_implicit_gemm.ranked(problem, H200))
     assert families[:of_layer] == [grad_input_tma.FAMILY] * of_layer
-    assert {*families} == {grad_input_tma.FAMILY, grad_input_implicit_gemm.FAMILY}
+    others = {grad_input_implicit_gemm.FAMILY, grad_input_im2col.FAMILY}
+    assert {*families} == {grad_input_tma.FAMILY, *others}
     for other in (
         problem._replace(channels_last=False, weight_channels_last=False),
         problem._replace(geometry=geometry._replace(out_channels=62)),
@@ -120,17 +122,13 @@ def test_two_consumers_get_no_tile_that_is_larger_than_the_map() -> None:
     assert any(tile.consumers > 1 and tile.rows > 1 for tile in others)
 
 
-def test_implicit_gemm_computes_layers_that_fill_half_of_a_chunk() -> None:
+def test_others_compute_layers_that_fill_half_of_a_chunk() -> None:
     geometry = Geometry(8, 32, 128, 128, 32, (2, 2), (2, 2))
     families = [
         plan.plan_backward(plan.Problem(geometry, *mode, True, True), (True, False, False), H200).family
         for mode in MODES
     ]
-    assert families == [
-        grad_input_implicit_gemm.FAMILY,
-        grad_input_tma.FAMILY,
-        grad_input_implicit_gemm.FAMILY,
-    ]
+    assert [family == grad_input_tma.FAMILY for family in families] == [False, True, False]
 
 
 def test_a_block_has_192_channels_if_the_layer_has_192() -> None:

@@ -44,9 +44,8 @@ def test_one_pass_computes_all_gradients_of_rgb_heads(
         main = made.launches[0]
         assert all(size <= 256 for one in main.tensor_maps for size in one.box)
         assert all(stride % 16 == 0 for one in main.tensor_maps for stride in one.strides)
-    by_im2col = dtype != torch.float32 and not channels_last
     alone = plan.plan_backward(posed, (True, False, False), H200)
-    assert alone.family == ("im2col" if by_im2col else "narrow_mma")
+    assert alone.family == ("narrow_mma" if dtype == torch.float32 else "im2col")
     assert plan.plan_backward(posed, (True, True, False), plan.Device("sm_90", 132, 227 << 10)).family != (
         "narrow_joint"
     )

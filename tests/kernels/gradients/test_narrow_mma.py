@@ -52,7 +52,11 @@ def test_tensor_cores_compute_what_is_narrow(
         larger = ""
         if geometry == MANY_TAPS and mask[1] and channels_last:
             larger = "implicit_gemm"
-        elif geometry == RGB and mask[0] and dtype != torch.float32 and not channels_last:
+        elif (
+            mask[0]
+            and dtype != torch.float32
+            and (geometry == RGB or (geometry == PAIRS and not channels_last))
+        ):
             larger = "im2col"
         assert made.family == (larger or "narrow_mma")
         assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES
