@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import preparation
-from tconv_swap.runtime import host, jit, nvrtc
+from tconv_swap.runtime import cores, host, jit, nvrtc
 from tconv_swap.runtime.compiler import BuildError
 from tconv_swap.runtime.nvrtc import CompileError
 from tconv_swap.runtime.program import Kernel
@@ -125,7 +124,7 @@ def test_a_launcher_that_cannot_be_built_is_an_error(
 def test_an_interruption_cancels_kernels_that_have_not_started(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(cores, "usable", lambda: 1)
     begun = threading.Event()
     kernels = [Kernel("common/cast.cu", "cast", (("THREADS", count),)) for count in range(50)]
 

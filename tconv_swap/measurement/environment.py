@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tconv_swap.runtime import cores
 from tconv_swap.runtime.gpu_facts import gpu_facts, output_of
 from tconv_swap.version import __version__
 
@@ -28,7 +28,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_cores": _usable_cores(),
+        "cpu_cores": cores.usable(),
         "torch_threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
@@ -65,10 +65,3 @@ def cpu_name() -> str:
     if platform.system() == "Darwin" and (name := output_of("sysctl", "-n", "machdep.cpu.brand_string")):
         return name
     return platform.processor() or platform.machine() or "unknown CPU"
-
-
-def _usable_cores() -> int | None:
-    """Returns the number of cores that this process may use: in a container fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import count
 from typing import TypeAlias
 
-from tconv_swap.runtime import disk_cache, host, jit, launch, worker_pool
+from tconv_swap.runtime import cores, disk_cache, host, jit, launch, worker_pool
 from tconv_swap.runtime.program import Kernel, Plan
 
 logger = logging.getLogger("tconv_swap")
@@ -63,7 +63,7 @@ def _compilers() -> ThreadPoolExecutor:
 
 
 def _threads() -> int:
-    return max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))
+    return max(1, min(MAX_THREADS, cores.share() - 1))
 
 
 def _be_nice() -> None:
@@ -137,7 +137,7 @@ def begin_others(key: Hashable, make_others: MakePlans, architecture: str) -> No
 
 def make_all(jobs: Iterable[MakePlans]) -> list[Plan]:
     """Returns the plans of all jobs, which are made at a time."""
-    with _planners(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+    with _planners(min(MAX_THREADS, cores.share())) as pool:
         made = pool.map(lambda make_plans: list(make_plans()), jobs)
         return [one for of_job in made for one in of_job]
 

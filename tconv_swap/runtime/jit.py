@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from tconv_swap.runtime import nvrtc
+from tconv_swap.runtime import cores, nvrtc
 from tconv_swap.runtime.cache import cache_directory, csrc_directory, write_atomically
 from tconv_swap.runtime.program import Constant, Kernel
 
@@ -135,7 +135,7 @@ def compile_kernels(kernels: Sequence[Kernel], architecture: str) -> tuple[list[
     found = {kernel: _read(_stem(kernel, architecture, render(kernel))) for kernel in kernels}
     missing = [kernel for kernel, kept in found.items() if kept is None]
     if missing:
-        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(len(missing), cores.share())) as pool:
             made = pool.map(compile_with_log, missing, [architecture] * len(missing))
             found.update(zip(missing, made, strict=True))
     return [kept[0] for kept in found.values() if kept is not None], bool(missing)
@@ -154,8 +154,8 @@ class Compiled:
 def compile_all(
     kernels: Iterable[Kernel], architecture: str, progress: Callable[[int, int], object] | None = None
 ) -> Compiled:
-    """Puts the machine code of kernels into the cache, on all cores: the compiler runs without the interpreter's lock.
-    If the caller is interrupted, kernels whose compilation has not begun are left.
+    """Puts the machine code of kernels into the cache, on all cores of this process (``cores.share``): the compiler
+    runs without the interpreter's lock. If the caller is interrupted, kernels whose compilation has not begun are left.
 
     Args:
         progress: called in the caller's thread with how many are done and how many there are.
@@ -164,7 +164,7 @@ def compile_all(
     missing = [kernel for kernel in wanted if not is_kept(kernel, architecture)]
     found = len(wanted) - len(missing)
     failures: list[Exception] = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores.share()) as pool:
         futures = [pool.submit(compile_kernel, kernel, architecture) for kernel in missing]
         try:
             for done, future in enumerate(as_completed(futures), found + 1):

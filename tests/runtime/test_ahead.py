@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tconv_swap.runtime import ahead, jit, launch
+from tconv_swap.runtime import ahead, cores, jit, launch
 from tconv_swap.runtime.program import Kernel, Launch, Plan
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def plan_of(*kernels: Kernel) -> Plan:
 @pytest.fixture(autouse=True)
 def _one_planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans one job after the other, and leaves no thread behind."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(cores, "usable", lambda: 2)
     forget_threads()
     yield
     forget_threads()
@@ -151,7 +151,7 @@ def test_a_job_that_runs_is_waited_for_and_one_that_waits_is_cancelled(compiled:
 
 
 def test_jobs_are_planned_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(cores, "usable", lambda: 4)
     forget_threads()
     together = threading.Barrier(3, timeout=20)
     met: list[int] = []
@@ -216,7 +216,7 @@ def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
     """A kernel takes 0.2 s here; of the plans and kernels that are queued, only those that have begun are made."""
     code = (
         "import os, time\n"
-        "os.cpu_count = lambda: 2\n"
+        "os.sched_getaffinity = lambda _: {0, 1}\n"
         "from tconv_swap.runtime import ahead, jit\n"
         "from tconv_swap.runtime.program import Kernel, Launch, Plan\n"
         "jit.is_on_disk = lambda *_: False\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tconv_swap.runtime import jit
+from tconv_swap.runtime import cores, jit
 from tconv_swap.runtime.program import Kernel
 
 KERNEL = Kernel(
@@ -150,7 +150,7 @@ def kernels(count: int) -> list[Kernel]:
 def test_the_kernels_of_a_plan_are_compiled_at_the_same_time(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(cores, "usable", lambda: 4)
     together = threading.Barrier(3, timeout=20)
 
     def compile_cubin(source: str, *others: object) -> tuple[bytes, str]:
