@@ -24,6 +24,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_cho
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colKernel, Im2colShape, Im2colTile, as_read
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.kernels.grad_input.selection import kernels_for, kernels_of, representatives
+from tconv_swap.runtime.program import input_
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
@@ -366,6 +367,23 @@ def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
     assert pad.arguments[1] == main.tensor_maps[0].base
     assert stored >= 4 * tile.splits * math.prod(STYLEGAN2.input_shape)
     assert stored + 4 * 2048 * 129 * 132 == part.workspace_bytes
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_weights_whose_rows_tma_cannot_read_are_copied(channels_last: bool) -> None:
+    """243 weights a channel are 486 bytes, and their rows 496; rows of grad_output are whole pieces."""
+    geometry = Geometry(12, 68, 152, 200, 3, (9, 9), (4, 4), (4, 4), (3, 3))
+    posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", channels_last, channels_last))
+    kernel = next(grad_input_im2col_tile.kernels(as_read(posed), H200))
+    tile = Im2colTile(kernel, next(grad_input_im2col_tile.shapes(as_read(posed), kernel, H200)))
+    part = grad_input_im2col.lower(posed, tile)
+    pad, main = part.launches
+    assert pad.arguments[0] == input_(2)
+    grad_output, weight = main.tensor_maps
+    assert grad_output.base == input_(0)
+    assert weight.base == pad.arguments[1]
+    assert (weight.sizes[:2], weight.strides[0]) == ((243, 68), 496)
+    assert part.workspace_bytes >= 68 * 496
 
 
 @pytest.mark.gpu
