@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from tconv_swap import flops
@@ -126,9 +125,9 @@ class LayerState(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self.tconv_release_packed()
-        before = _device_of(self)
+        before = _gpu_of(self)
         applied: Self = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if _device_of(self) != before:
+        if _gpu_of(self) not in (None, before):
             expect_calls([self])
         return applied
 
@@ -150,37 +149,41 @@ class LayerState(nn.Module):
 
 
 def expect_calls(layers: Iterable[nn.Module]) -> None:
-    """Prepares for the first calls of layers: reads what the first call on a GPU needs, names the layers that our
-    kernels will compute, so that the first call of one can compile for those behind it, and preloads what those on a
-    GPU called first in an earlier process. Does nothing where there is no GPU."""
-    if not torch.cuda.is_available():
-        return
-    ahead.read_sources()
-    found, on_gpu = [], []
+    """Prepares for the first calls of those layers that lie on a GPU: reads what the first call there needs, names the
+    layers that our kernels will compute, so that the first call of one can compile for those behind it, and preloads
+    what they called first in an earlier process.
+
+    For other layers nothing asks for a GPU: a process that has asked for one cannot fork processes that use it. They do
+    it when they come to one.
+    """
+    expected: list[ExpectedLayer] = []
+    preloaded: list[PreloadedLayer] = []
     for layer in layers:
-        if isinstance(layer, LayerState) and layer.tconv_backend != NATIVE:
-            with suppress(AttributeError, TypeError, RuntimeError):  # its call will say what is wrong
-                found.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
-                on_gpu += _on_gpu(layer, found[-1].geometry)
-    expect(found)
-    preload(on_gpu)
+        if not isinstance(layer, LayerState) or layer.tconv_backend == NATIVE:
+            continue
+        weight = _weight_on_gpu(layer)
+        if weight is None:
+            continue
+        with suppress(AttributeError, TypeError, RuntimeError):  # its call will say what is wrong
+            expected.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
+            trains = layer.training and weight.requires_grad
+            of_layer = expected[-1].geometry, weight.get_device(), layer.tconv_backend, trains
+            preloaded.append(PreloadedLayer(*of_layer))
+    if expected:
+        ahead.read_sources()
+        expect(expected)
+        preload(preloaded)
 
 
-def _on_gpu(layer: LayerState, geometry: Geometry) -> list[PreloadedLayer]:
-    """Returns the layer as ``preload`` takes it; nothing if its weight lies elsewhere."""
-    weight = _weight_of(layer)
-    if weight is None or not weight.is_cuda:
-        return []
-    trains = layer.training and weight.requires_grad
-    return [PreloadedLayer(geometry, weight.get_device(), layer.tconv_backend, trains)]
+def _gpu_of(layer: LayerState) -> int | None:
+    """Returns the number of the GPU on which the layer's weight lies; None if it lies elsewhere."""
+    weight = _weight_on_gpu(layer)
+    return None if weight is None else weight.get_device()
 
 
-def _device_of(layer: LayerState) -> torch.device | None:
-    weight = _weight_of(layer)
-    return None if weight is None else weight.device
-
-
-def _weight_of(layer: LayerState) -> nn.Parameter | None:
-    """Returns the layer's weight. A parametrized layer has another parameter in its place; reading the weight itself
-    might compute it."""
-    return next((one for one in layer.parameters() if one.dim() > 2), None)
+def _weight_on_gpu(layer: LayerState) -> nn.Parameter | None:
+    """Returns the layer's weight; None if it does not lie on a GPU. A parametrized layer has another parameter in its
+    place; reading the weight itself might compute it."""
+    with suppress(AttributeError):  # a damaged file may have left the layer without parameters
+        return next((one for one in layer.parameters() if one.dim() > 2 and one.is_cuda), None)
+    return None

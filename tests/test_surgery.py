@@ -52,34 +52,35 @@ def test_root_and_wrappers(make: Callable[[], nn.Module]) -> None:
     assert not swapped_names(model)
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_where_there_is_a_gpu_the_first_call_is_prepared_for(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_first_call_of_a_layer_on_a_gpu_is_prepared_for(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
     monkeypatch.setattr(ahead, "read_sources", lambda: loaded.append(1))
     monkeypatch.setattr(expected, "_layers", {})
     swap_layers(
         nn.Sequential(nn.ConvTranspose2d(4, 2, 2), nn.ConvTranspose1d(2, 6, 4, 2, 1, bias=False)),
         include_1d=True,
     )
-    assert bool(loaded) == has_gpu
+    assert len(loaded) == on_gpu
     of_layers = [
         expected.ExpectedLayer(Geometry(1, 4, 1, 1, 2, (2, 2)), True),
         expected.ExpectedLayer(Geometry(1, 2, 1, 1, 6, (1, 4), (1, 2), (0, 1)), False),
     ]
-    assert list(expected._layers) == (of_layers if has_gpu else [])
+    assert list(expected._layers) == (of_layers if on_gpu else [])
     swap_layers(nn.ConvTranspose2d(3, 2, 2), backend="native")
     wrong = nn.ConvTranspose2d(3, 2, 2)
     wrong.stride = "two"  # type: ignore[assignment]
     swap_layers(wrong)
-    assert len(expected._layers) == 2 * has_gpu
+    assert len(expected._layers) == 2 * on_gpu
     integers = nn.ConvTranspose2d(5, 2, 3)
     integers.stride = 2  # type: ignore[assignment]
     swap_layers(integers)
     of_integers = expected.ExpectedLayer(Geometry(1, 5, 1, 1, 2, (3, 3), (2, 2)), True)
-    assert (of_integers in expected._layers) == has_gpu
+    assert (of_integers in expected._layers) == on_gpu
 
 
 def test_changes_nothing_but_the_class() -> None:

@@ -24,7 +24,7 @@ from tconv_swap.cuda.preload import PreloadedLayer
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.problem import Problem
 from tconv_swap.measurement.modes import MODES
-from tconv_swap.runtime import disk_cache, host, jit, launch
+from tconv_swap.runtime import ahead, disk_cache, host, jit, launch
 from tconv_swap.runtime.program import Plan
 
 GEOMETRY = Geometry(1, 64, 1, 1, 32, (4, 4), (2, 2), (1, 1))
@@ -210,9 +210,8 @@ def test_an_error_is_left_to_the_call(
 
 @pytest.fixture
 def preloaded(monkeypatch: pytest.MonkeyPatch) -> list[PreloadedLayer]:
-    """What is preloaded, where there seems to be a GPU."""
+    """What is preloaded."""
     found: list[PreloadedLayer] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(layer_state, "preload", found.extend)
     return found
 
@@ -285,7 +284,23 @@ def test_layers_that_are_loaded_on_a_gpu_are_preloaded(
     assert [one.device for one in preloaded] == [1]
 
 
+def test_layers_on_the_cpu_ask_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has asked for one cannot fork processes that use it."""
+    asked: list[str] = []
+    for name in ("is_available", "device_count", "init"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name))
+    monkeypatch.setattr(ahead, "read_sources", lambda: asked.append("sources"))
+    layer = tconv_swap.swap_layers(nn.ConvTranspose2d(8, 4, 4, 2, 1))
+    copy.deepcopy(layer).half()
+    pickle.loads(pickle.dumps(layer)).to(torch.float64).to("meta")
+    assert asked == []
+
+
 def test_a_layer_without_its_attributes_is_loaded(preloaded: list[PreloadedLayer]) -> None:
     layer = tconv_swap.swap_layers(nn.ConvTranspose2d(8, 4, 4, 2, 1))
     del layer.in_channels
+    layer_state.expect_calls([layer])
     assert type(copy.deepcopy(layer)) is tconv_swap.ConvTranspose2d
+    del layer._parameters
+    assert type(copy.deepcopy(layer)) is tconv_swap.ConvTranspose2d
+    assert preloaded == []
