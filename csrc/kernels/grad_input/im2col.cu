@@ -54,6 +54,7 @@ __device__ __forceinline__ Offset offset_of_k(u32 k) {
 /// How many loads a word takes.
 constexpr int LOADS = HALVES ? 2 : 1;
 static_assert(!HALVES || WORD == 2);
+
 // ---- shared memory, in bytes from its beginning ------------------------------------------------------------------
 
 constexpr int BOX_WORDS = ROW / 4, BOX_STEPS = BOX_WORDS / STEP_WORDS;
@@ -187,7 +188,8 @@ struct InputOperand {
   /// Those of the steps of a stage of the weights, two in a word, and of the next stage.
   u32 offsets[LOADS][FOURS / 2], next_offsets[LOADS][FOURS / 2];
   u32 next_in_round = 0;
-  u32 addresses[KEEPS_ADDRESSES ? FOURS : 1][M_TILES][2];
+  /// Of the steps of a round, if KEEPS_ADDRESSES.
+  u32 addresses[FOURS][M_TILES][2];
 
   __device__ __forceinline__ InputOperand(u32 shared, const Im2colTileShape& shape)
       : table(shared + TABLE + threadIdx.x % 4 * TABLE_ROW) {
@@ -249,8 +251,7 @@ struct InputOperand {
           u32 loaded[LOADS];
 #pragma unroll
           for (int load = 0; load < LOADS; ++load) {
-            const u32 address =
-                KEEPS_ADDRESSES ? stage + addresses[KEEPS_ADDRESSES ? 2 * STEP + i : 0][m][half] : from[load] + position[m][half];
+            const u32 address = KEEPS_ADDRESSES ? stage + addresses[2 * STEP + i][m][half] : from[load] + position[m][half];
             ptx::load_shared_bytes<HALVES ? 2 : 4>(loaded + load, address);
           }
           words[m][2 * i + half] = HALVES ? __byte_perm(loaded[0], loaded[LOADS - 1], 0x5410) : loaded[0];

@@ -17,6 +17,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_clocks as grad_input_im2col_clocks
+from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_clocks as grad_input_clocks
@@ -262,3 +263,24 @@ def test_every_constant_counts(of: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         with monkeypatch.context() as patch:
             patch.setattr(of, name, type(vars(of)[name])(1.5 * vars(of)[name]))
             assert differs(expected_of_all(of), base), name
+
+
+@pytest.mark.parametrize(
+    ("channels", "of_blocks"),
+    [(5, {16}), (33, {40}), (66, {64, 72}), (100, {64, 128}), (300, {64, 128, 256})],
+)
+def test_a_block_of_im2col_has_no_more_channels_than_the_layer(channels: int, of_blocks: set[int]) -> None:
+    """But those of a multiply: 16 to 96 in steps of 8, 128 and 256."""
+    posed = as_convolution(problem(LAYER._replace(in_channels=channels)))
+    assert {kernel.channels for kernel in grad_input_im2col_tile.kernels(posed, H200)} == of_blocks
+
+
+def test_blocks_of_few_channels_take_fewer_clocks_beside_their_steps() -> None:
+    posed = as_convolution(problem(LAYER))
+    kernel = next(grad_input_im2col_tile.kernels(posed, H200))
+    shape = next(grad_input_im2col_tile.shapes(posed, kernel, H200))
+    beside = [
+        grad_input_im2col_clocks.store_clocks(posed, kernel._replace(channels=channels), shape)
+        for channels in (16, 32, 64, 128)
+    ]
+    assert beside[0] < beside[1] < beside[2] == beside[3]
