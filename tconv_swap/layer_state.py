@@ -127,7 +127,7 @@ class LayerState(nn.Module):
         self.tconv_release_packed()
         before = _gpu_of(self)
         applied: Self = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if _gpu_of(self) not in (None, before):
+        if _gpu_of(self) != before:
             expect_calls([self])
         return applied
 

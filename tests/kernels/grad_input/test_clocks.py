@@ -284,3 +284,16 @@ def test_blocks_of_few_channels_take_fewer_clocks_beside_their_steps() -> None:
         for channels in (16, 32, 64, 128)
     ]
     assert beside[0] < beside[1] < beside[2] == beside[3]
+
+
+def test_in_16_bits_only_positions_of_nchw_that_are_stored_alone_take_further_clocks() -> None:
+    for channels_last, further in ((False, True), (True, False)):
+        geometry = LAYER._replace(out_channels=4)
+        posed = grad_input_im2col_tile.as_read(as_convolution(problem(geometry, channels_last=channels_last)))
+        kernel = next(grad_input_im2col_tile.kernels(posed, H200))
+        shape = next(grad_input_im2col_tile.shapes(posed, kernel, H200))
+        alone, paired = (
+            grad_input_im2col_clocks.store_clocks(posed, kernel, shape._replace(paired=one))
+            for one in (False, True)
+        )
+        assert (alone > paired) == further
