@@ -165,10 +165,9 @@ def expect_calls(layers: Iterable[nn.Module]) -> None:
         if weight is None:
             continue
         with suppress(AttributeError, TypeError, RuntimeError):  # its call will say what is wrong
-            expected.append(ExpectedLayer(layer.tconv_geometry(), layer.tconv_has_bias()))
-            trains = layer.training and weight.requires_grad
-            of_layer = expected[-1].geometry, weight.get_device(), layer.tconv_backend, trains
-            preloaded.append(PreloadedLayer(*of_layer))
+            geometry, trains = layer.tconv_geometry(), layer.training and weight.requires_grad
+            expected.append(ExpectedLayer(geometry, layer.tconv_has_bias()))
+            preloaded.append(PreloadedLayer(geometry, weight.get_device(), layer.tconv_backend, trains))
     if expected:
         ahead.read_sources()
         expect(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,6 +24,10 @@ def test_processes_of_a_distributed_run_share_the_cores(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert cores.share() == share
     assert ahead._threads() == max(1, share - 1)
+    planners: list[int] = []
+    monkeypatch.setattr(ahead, "_planners", lambda threads: planners.append(threads) or ThreadPoolExecutor(1))
+    assert ahead.make_all([]) == []
+    assert planners == [share]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own here")

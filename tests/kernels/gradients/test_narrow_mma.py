@@ -48,7 +48,7 @@ def test_tensor_cores_compute_what_is_narrow(
 ) -> None:
     for mask in SINGLE:
         made = backward(geometry, dtype, channels_last=channels_last, mask=mask)
-        # In channels_last many taps fill larger tiles; im2col, which is not for float32, reads rows of whole pieces.
+        # In channels_last many taps fill larger tiles; im2col is not for float32.
         larger = ""
         if geometry == MANY_TAPS and mask[1] and channels_last:
             larger = "implicit_gemm"
