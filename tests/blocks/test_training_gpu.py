@@ -134,12 +134,16 @@ def test_a_step_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def peak(kept: bool = False) -> int:
         gc.collect()  # what other tests left in reference cycles counts otherwise, or is freed between two peaks
-        for _ in range(2):
+        found = []
+        for _ in range(6):
             torch.cuda.reset_peak_memory_stats()
             output = ours(x).mul(2)  # with a gradient that nobody else holds
             torch.autograd.grad(output.sum(), [x, *ours.parameters()], retain_graph=kept)
-        # What was requested: blocks of the allocator are larger, by what other tests left of its segments.
-        return torch.cuda.memory_stats()["requested_bytes.all.peak"]
+            # What was requested: blocks of the allocator are larger, by what other tests left of its segments.
+            found.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+        # The first step has no output of an earlier one beside it. A thread of autograd's may still hold the gradients
+        # of the step before when the next one begins.
+        return min(found[1:])
 
     whole, kept = peak(), peak(kept=True)
     separately(monkeypatch)

@@ -11,9 +11,10 @@
 // Covers: float32 (TF32), NCHW; what grad_weight/im2col_nchw.py supports. Warpgroup 0 is the producer, the others are
 // the consumers, which multiply M_TILES times 64 rows each. The pixels are cut into splits; a split's sums are
 // gradient[split][ci][tap][co], which grad_weight/split_k_reduce_untiled.cu adds up (sizes.in_weight_order: [ci][co][tap],
-// of a single split). WITH_BIAS: for the first input channels, two warps of warpgroup 0 add up grad_output where a row
-// of taps has its offset in [0, STRIDE_H): bias_partial[split][offset][2][co], the sum and what rounding left of it.
-// Without it TMA rounds grad_output to TF32.
+// of a single split). WITH_BIAS: two warps of warpgroup 0 add up grad_output where a row of taps has its offset in
+// [0, STRIDE_H); the blocks of different input channels, which load the same of it, take turns:
+// bias_partial[split][tile of input channels][offset][2][co], the sum and what rounding left of it. Without it TMA rounds
+// grad_output to TF32.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"

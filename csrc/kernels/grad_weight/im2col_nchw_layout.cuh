@@ -54,7 +54,7 @@ struct Place {
     split = rest / GROUPS;
   }
   __device__ __forceinline__ int tap_row_offset() const { return kh * DILATION_H - PADDING_H; }
-  __device__ __forceinline__ bool adds_bias() const { return WITH_BIAS && ci == 0 && tap_row_offset() >= 0 && tap_row_offset() < STRIDE_H; }
+  __device__ __forceinline__ bool adds_bias() const { return WITH_BIAS && tap_row_offset() >= 0 && tap_row_offset() < STRIDE_H; }
 };
 
 /// A stage's place: its first image, and how many stages lie above it and to its left in an image.

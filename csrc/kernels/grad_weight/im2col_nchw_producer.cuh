@@ -29,13 +29,13 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
   }
 }
 
-/// One of the warps that add up grad_output, stage by stage. Two lanes share channels, 16 bytes in turns.
+/// One of the warps that add up grad_output, every CI_TILES-th stage. Two lanes share channels, 16 bytes in turns.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Im2colNchwSizes& sizes, int warp, int lane, int stages,
                                          float* __restrict__ bias_partial) {
   constexpr int CHANNEL_STEP = BIAS_WARPS * 16, CHANNELS = ceil_div(TILE_CO, CHANNEL_STEP);
   const int boxes_end = sizes.out_boxes * OUT_BOX_COLS, stage_end = sizes.left_halo + sizes.cols * STRIDE_W;
   const int end = ceil_div(stage_end < boxes_end ? stage_end : boxes_end, 4);
-  const int out_box = out_box_bytes(sizes);
+  const int out_box = out_box_bytes(sizes), rows = sizes.images * sizes.rows, turn = place.ci / TILE_CI;
   // Neighbouring lanes take channels that the swizzle keeps in different banks.
   const int first = warp * 16 + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
   CompensatedSum<float> sums[CHANNELS] = {};
@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Im
     ptx::wait_for_phase(ring.full(), ring.parity);
     u32 from = ring.data() + input_bytes(sizes) + first * (OUT_BOX_COLS * 4);
 #pragma unroll 1
-    for (int row = sizes.images * sizes.rows; row > 0; --row, from += ROW_BYTES) {
+    for (int row = s % CI_TILES == turn ? rows : 0; row > 0; --row, from += ROW_BYTES) {
 #pragma unroll 2
       for (int quad = sizes.left_halo / 4 + lane % 2; quad < end; quad += 2) {
         const u32 block = from + quad * 4 / OUT_BOX_COLS * out_box;
@@ -63,7 +63,8 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Im
     if (lane == 0) ptx::arrive(ring.empty());
     ring.advance();
   }
-  float* const to = bias_partial + (place.split * STRIDE_H + place.tap_row_offset()) * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
+  const int partial_row = (place.split * CI_TILES + turn) * STRIDE_H + place.tap_row_offset();
+  float* const to = bias_partial + partial_row * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
 #pragma unroll
   for (int c = 0; c < CHANNELS; ++c) {
     sums[c].add_lane(1);

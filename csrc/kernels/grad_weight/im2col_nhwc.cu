@@ -16,9 +16,9 @@
 // one another in both tensors as those of one image do, the maps and sizes describe one image. The pixels are cut into
 // splits. A cluster adds up the sums of CLUSTER splits; what is left is gradient[splits / CLUSTER][ci][tap][co]
 // (grad_weight/split_k_reduce_untiled.cu).
-// WITH_BIAS: the warps that have A fragments of the first input channels and of a tap whose offset lies in [0, stride)
-// also add them up: bias_partial[split][offset][2][co], the sum and what rounding left of it. Without it TMA rounds
-// grad_output to TF32.
+// WITH_BIAS: the warps that have A fragments of a tap whose offset lies in [0, stride) also add them up, in some of the
+// stages: bias_partial[split][tile of input channels][offset][2][co], the sum and what rounding left of it. Without it
+// TMA rounds grad_output to TF32.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
@@ -114,23 +114,26 @@ struct ExistingPixels {
 };
 
 /// The bias, from the A fragments that a warp loads anyway: a lane's four channels of the pixels that are its k, for the
-/// taps whose offset lies in [0, stride), which read every pixel once.
+/// taps whose offset lies in [0, stride), which read every pixel once. The blocks of different input channels, which load
+/// the same of grad_output, take turns.
 struct Bias {
   bool adds;
-  int row;  // in the partial sums of a split
+  int row;    // in the partial sums
+  int turns;  // stages until the next one that this block adds up
   CompensatedSum<float> sums[4] = {};
   float part[4] = {};
 
   __device__ __forceinline__ Bias(const Place& place, const WarpTile& warp_tile) {
     const int row_offset = place.row_offset(warp_tile.i), col_offset = place.col_offset(warp_tile.j);
     const bool exists = warp_tile.exists && place.kh + warp_tile.i < KERNEL_H && place.kw + warp_tile.j < KERNEL_W;
-    adds = WITH_BIAS && place.ci == 0 && exists && row_offset >= 0 && row_offset < STRIDE_H && col_offset >= 0 && col_offset < STRIDE_W;
-    row = row_offset * STRIDE_W + col_offset;
+    adds = WITH_BIAS && exists && row_offset >= 0 && row_offset < STRIDE_H && col_offset >= 0 && col_offset < STRIDE_W;
+    turns = place.ci / TILE_CI;
+    row = ((place.split * CI_TILES + turns) * STRIDE_H + row_offset) * STRIDE_W + col_offset;
   }
   /// Adds a step's fragments, and rounds them.
   __device__ __forceinline__ void add(AFragments& fragments) {
     if constexpr (!WITH_BIAS) return;
-    if (adds) {
+    if (adds && turns == 0) {
 #pragma unroll
       for (int q = 0; q < 4; ++q) part[q] += __uint_as_float(fragments[q / 2][q % 2]) + __uint_as_float(fragments[q / 2][2 + q % 2]);
     }
@@ -139,8 +142,13 @@ struct Bias {
 #pragma unroll
       for (u32& word : block) word = ptx::add_half_ulp_of_tf32(word);
   }
-  __device__ __forceinline__ void flush_stage() {
+  __device__ __forceinline__ void end_stage() {
     if (!WITH_BIAS || !adds) return;
+    if (turns > 0) {
+      --turns;
+      return;
+    }
+    turns = CI_TILES - 1;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       sums[q].add(part[q]);
@@ -149,8 +157,7 @@ struct Bias {
   }
   __device__ __forceinline__ void store(const Place& place, const WarpTile& warp_tile, int lane, float* bias_partial) {
     if (!WITH_BIAS || !adds) return;
-    float* const to = bias_partial + (static_cast<long long>(place.split) * (STRIDE_H * STRIDE_W) + row) * (2 * OUT_CHANNELS) +
-                      place.group * CO_GROUP;
+    float* const to = bias_partial + static_cast<long long>(row) * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       sums[q].add_lane(1);
@@ -288,7 +295,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           bias.add(fragments);
         },
         [&] {
-          bias.flush_stage();
+          bias.end_stage();
           existing.advance(sizes);
         });
     bias.store(place, warp_tile, lane, bias_partial);

@@ -8,7 +8,8 @@
 // group: they become rows and columns of the product that are not stored.
 //
 // The first THREADS threads are the consumers: they multiply and store. One thread of the next warp is the producer,
-// which loads boxes into a ring of STAGES stages. BIAS_THREADS more threads add up the bias from the stages.
+// which loads boxes into a ring of STAGES stages. BIAS_THREADS more threads add up the bias from the stages; the blocks of
+// different input channels, which load the same of grad_output, take turns.
 //
 // Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding,
 // dilation, groups; tiles whose groups of 8 pixels are contiguous. Flushes and splits as in
@@ -32,7 +33,7 @@ constexpr int BIAS_WARPS = BIAS_THREADS / 32;
 constexpr int BIAS_CHANNEL_GROUPS = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
 /// Steps of 16 pixels that a warp takes at a time, so that their products are independent.
 constexpr int BIAS_STEPS = BIAS_CHANNEL_GROUPS < 2 && STEPS % 4 == 0 ? 4 : BIAS_CHANNEL_GROUPS < 4 && STEPS % 2 == 0 ? 2 : 1;
-static_assert(!WITH_BIAS || BIAS_WARPS > 0);
+static_assert(WITH_BIAS == (BIAS_WARPS > 0) && BIAS_WRITERS == M_BLOCKS);
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 static_assert(!STORES_THROUGH_SHARED || STAGED_BYTES <= BARRIERS);
 
@@ -63,9 +64,9 @@ __device__ __forceinline__ void produce(Ring ring, const Place& place, const Gra
 }
 
 /// The bias, by BIAS_THREADS threads: a row of ones times grad_output, 16 pixels x 16 channels at a time, for the taps of
-/// the block that read each pixel once.
+/// the block that read each pixel once, in every M_BLOCKS-th stage.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int count, float* bias_partial) {
-  const int warp = (threadIdx.x - THREADS - PRODUCER_THREADS) / 32, lane = threadIdx.x % 32;
+  const int warp = (threadIdx.x - THREADS - PRODUCER_THREADS) / 32, lane = threadIdx.x % 32, rank = place.m0 / BLOCK_M;
   u32 taps = 0;
   u32 offsets[BLOCK_TAPS];
 #pragma unroll
@@ -81,9 +82,10 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
     ptx::wait_for_phase(ring.full(), ring.parity);
+    const u32 taps_of_stage = index % M_BLOCKS == rank ? taps : 0;
 #pragma unroll
     for (int tap = 0; tap < BLOCK_TAPS; ++tap) {
-      if (!(taps >> tap & 1)) continue;
+      if (!(taps_of_stage >> tap & 1)) continue;
 #pragma unroll 1
       for (int first = 0; first < STEPS; first += BIAS_STEPS) {
         // All loads are issued before the first is used: the compiler keeps the order.
@@ -112,7 +114,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
   }
   // All rows of a product with ones are the same.
   if (lane >= 4) return;
-  const int at_row = place.split * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
+  const int at_row = place.split * BIAS_ROWS + (place.tap_block_w * TapsH::BLOCKS + place.tap_block_h) * BIAS_WRITERS + rank;
 #pragma unroll
   for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i)
 #pragma unroll
@@ -190,9 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_T
   char* const shared = memory + (BOX_ALIGNMENT - ptx::shared_address(memory) % BOX_ALIGNMENT) % BOX_ALIGNMENT;
   Ring ring(ptx::keep_in_register(ptx::shared_address(shared)));
   const Place place = Place::of(blockIdx.x);
-  const bool adds_bias = WITH_BIAS && place.m0 == 0;
   if (threadIdx.x == 0) {
-    init_ring<STAGES>(ring, 1, (THREADS + (adds_bias ? BIAS_THREADS : 0)) / 32);
+    init_ring<STAGES>(ring, 1, (THREADS + BIAS_THREADS) / 32);
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -202,6 +203,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_T
   } else if (threadIdx.x < THREADS + PRODUCER_THREADS) {
     if (threadIdx.x == THREADS) produce(ring, place, sizes, input, grad_output);
   } else if constexpr (WITH_BIAS) {
-    if (adds_bias) add_bias(ring, place, sizes.tiles_of(place.split), bias_partial);
+    add_bias(ring, place, sizes.tiles_of(place.split), bias_partial);
   }
 }

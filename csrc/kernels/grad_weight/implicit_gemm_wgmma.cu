@@ -23,12 +23,13 @@ constexpr int STEP = 16;
 constexpr int STEPS = TILE_PIXELS / STEP;
 static_assert(IS_16_BIT && WARP_M == 16 && WARPS_M % 4 == 0 && STEPS % WARPS_K == 0 && STAGES >= 3);
 static_assert(TILE_W % STEP == 0 || (TILE_W == 8 && TILE_H * TILE_W % STEP == 0));
+static_assert(BIAS_WRITERS == M_BLOCKS);
 
 /// Bytes from one group of 8 pixels to the next.
 constexpr int OUT_GROUP_BYTES = (Out::position(8) - Out::position(0)) * 16;
 
 /// The bias: a thread adds up every BIAS_RANKS-th pixel of 8 channels, for all taps of the block that read each pixel
-/// once.
+/// once. The blocks of different input channels, which load the same of grad_output, take turns.
 constexpr int BIAS_RANKS = THREADS / (BLOCK_N / 8);
 
 __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_taps, const Place& place) {
@@ -69,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 #pragma unroll
   for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = Tap::of(place, at.t * WARP_TAPS + i).offset;
   u32 bias_taps = 0;
-  if (WITH_BIAS && place.m0 == 0)
+  const int bias_writer = place.m0 / BLOCK_M;
+  if (WITH_BIAS)
     for (int i = 0; i < BLOCK_TAPS; ++i) bias_taps |= static_cast<u32>(Tap::of(place, i).reads_each_once) << i;
   const u32 input_first = at.m * (WARP_M / 8) * In::OCTET_BYTES, output_first = at.n * (WARP_N / 8) * Out::OCTET_BYTES;
 
@@ -107,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       }
       ptx::commit_wgmma();
       producer.copy(index + STAGES - 2);
-      if (WITH_BIAS && bias_taps) add_bias(bias, producer.output_stage(index), bias_taps, place);
+      if (WITH_BIAS && bias_taps && index % BIAS_WRITERS == bias_writer) add_bias(bias, producer.output_stage(index), bias_taps, place);
       producer.store(index + 1);
       producer.load(index + 2);
     }
@@ -116,14 +118,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
   } while (index < producer.count);
   if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
-  if (WITH_BIAS && place.m0 == 0) {
+  if (WITH_BIAS) {
     // Everything is multiplied, so the stages are free.
     __syncthreads();
     float* all = reinterpret_cast<float*>(shared);
 #pragma unroll
     for (int c = 0; c < 8; ++c) all[threadIdx.x * 8 + c] = bias[c];
     __syncthreads();
-    const int row = place.split * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
+    const int row = place.split * BIAS_ROWS + (place.tap_block_w * TapsH::BLOCKS + place.tap_block_h) * BIAS_WRITERS + bias_writer;
     for (int c = threadIdx.x; c < BLOCK_N && place.n0 + c < CO_GROUP; c += THREADS) {
       float sum = 0.f;
       for (int rank = 0; rank < BIAS_RANKS; ++rank) sum += all[rank * BLOCK_N + c];

@@ -34,7 +34,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
 from tconv_swap.kernels.grad_weight.layer import taps_cover_stride
 from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import (
     Argument,
     ElementKind,
@@ -59,8 +59,8 @@ def ranked(among: Iterable[Im2colKernel], problem: Problem, device: Device, with
 
     Workspace: a copy of the input where its rows are not aligned for the copy engine, and one of grad_output
     where its rows are no multiple of 16 bytes, together at most ``MAX_COPY_BYTES``; at most 64 MiB of
-    partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for each split, row of a
-    stride and output channel, or segment of a copied image.
+    partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for each split, tile of
+    input channels, row of a stride and output channel, or segment of a copied image.
     """
     kernels = tuple(among)
     if not kernels or not supports(problem, device):
@@ -119,7 +119,8 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
         launches.append(pad_images(input_(1), in_at, into))
     # Where grad_output is copied, the launch that copies it also adds up the bias.
     out = padded_grad_output(g)
-    out_base, bias_rows = input_(0), 2 * tile.splits * g.stride[0]
+    out_base = input_(0)
+    bias_rows = 2 * tile.splits * ceil_div(g.in_channels_per_group, kernel.cols) * g.stride[0]
     copies_output = copies_grad_output(g)
     if copies_output:
         out_at = memory.reserve(out.bytes)

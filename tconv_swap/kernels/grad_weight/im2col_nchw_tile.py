@@ -34,7 +34,7 @@ _SHAPES = (
     *((2, 2, cols) for cols in (128, 96, 64)),
     (2, 3, 64),
     *((3, 1, cols) for cols in (192, 128, 96, 64)),
-    *((3, 2, cols) for cols in (96, 64)),
+    (3, 2, 64),
 )
 #: Columns of a box of grad_output: narrow ones hold the rows of small maps in less memory.
 _OUT_BOX_COLS = (32, 16, 8)

@@ -26,7 +26,7 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
 from tconv_swap.kernels.grad_weight.layer import taps_cover_stride
 from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
-from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import (
     Argument,
     ElementKind,
@@ -50,7 +50,7 @@ def ranked(among: Iterable[Schedule], problem: Problem, device: Device, with_bia
     that of the bias.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8
-    bytes for each split, offset in a stride and output channel.
+    bytes for each split, tile of input channels, offset in a stride and output channel.
     """
     schedules, geometry = tuple(among), problem.geometry
     if not schedules or not supports(problem, device):
@@ -89,7 +89,7 @@ def lower(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     memory = WorkspaceLayout()
     direct = tile.copies == 1 and problem.weight_channels_last
     partial_at = 0 if direct else memory.reserve(tile.copies * weight_bytes(g))
-    bias_rows = 2 * tile.splits * prod(g.stride)
+    bias_rows = 2 * tile.splits * ceil_div(g.in_channels_per_group, tile.cols) * prod(g.stride)
     bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     ring = tile.ring(g, device)
     launches = [

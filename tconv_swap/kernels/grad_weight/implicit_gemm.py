@@ -57,7 +57,7 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
     of the bias.
 
     Workspace: at most 64 MiB, or one float32 copy of the gradient in whole tiles if that is more; and 4 bytes
-    for each channel, split and warp along the taps for the bias.
+    for each output channel, split and writer of the bias (``BIAS_WRITERS``).
     """
     found = ranked(problem, device, with_bias)
     if not found:
@@ -160,9 +160,10 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
     into, out = schedule.operands
     precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if problem.is_ieee else 0)
     taken, available = registers(problem, tile, schedule.operands)
-    bias_writers = 1 if tile.wgmma else tile.warps[2] * tile.warps[3]
-    if not tile.wgmma:  # all warps that read the same pixels of grad_output take turns
-        bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
+    # All blocks, and warps of mma.sync, that read the same pixels of grad_output take turns.
+    bias_writers = ceil_div(g.in_channels_per_group, tile.block_m)
+    if not tile.wgmma:
+        bias_writers *= tile.warps[0] * tile.warps[2] * tile.warps[3]
     name = "grad_weight_implicit_gemm_wgmma" if tile.wgmma else "grad_weight_implicit_gemm_mma"
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),

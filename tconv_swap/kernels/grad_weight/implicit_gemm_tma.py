@@ -130,7 +130,7 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
             ("OUTPUT_COPY", 8),
             ("STAGES", tile.stages),
             ("SHARED_BYTES", shared_bytes(problem, schedule.tma_tile)),
-            ("BIAS_WRITERS", 1),
+            ("BIAS_WRITERS", _bias_writers(schedule)),
         )
 
     main = Kernel(
@@ -145,6 +145,11 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
         spills=schedule.tma_tile.may_spill,
     )
     return main, reduction_kernel(constants(reduced_channels_last))
+
+
+def _bias_writers(schedule: Schedule) -> int:
+    """Returns the blocks of different input channels, which take turns in adding up the bias."""
+    return ceil_div(schedule.problem.geometry.in_channels_per_group, schedule.tma_tile.tile.block_m)
 
 
 def lower(
@@ -170,7 +175,7 @@ def lower(
     sums = Sums(
         splits,
         work.split_bytes if through_workspace else 0,
-        math.prod(tap_blocks(problem, tile)) * splits if with_bias else 0,
+        math.prod(tap_blocks(problem, tile)) * _bias_writers(schedule) * splits if with_bias else 0,
     )
     launch = Launch(
         main,
