@@ -100,15 +100,40 @@ struct GradWeightTileSizes {
   __device__ __forceinline__ constexpr int tiles_of(int split) const { return split_tiles + (split < longer_splits); }
 };
 
-/// For grad_weight/im2col_nhwc.cu, whose tiles of pixels are its stages.
-struct Im2colNhwcSizes {
-  GradWeightTileSizes tiles;
-  int images, rows, cols;  // of a stage, powers of two
-  int col_bits;            // the columns are 1 << col_bits
-  int stages;              // of the ring
+/// The first image, row and column of the input of a tile of pixels.
+struct PixelPlace {
+  int image, row, col;
 };
 
-/// The first image, row and column of the input of a tile of pixels.
+/// The same where the launch gives the shape of a tile.
+struct GradWeightShapedSizes {
+  GradWeightTileSizes tiles;
+  int images, rows, cols;  // of a tile
+
+  __device__ __forceinline__ PixelPlace first_pixel(int tile) const {
+    const int before = tiles.image_tiles.quotient(tile), in_image = tiles.image_tiles.remainder(tile, before);
+    const int row = tiles.row_tiles.quotient(in_image);
+    return {before * images, row * rows, tiles.row_tiles.remainder(in_image, row) * cols};
+  }
+};
+
+/// For grad_weight/im2col_nhwc.cu, whose tiles of pixels are its stages, with powers of two of images, rows and columns.
+struct Im2colNhwcSizes : GradWeightShapedSizes {
+  int col_bits;  // the columns are 1 << col_bits
+  int stages;    // of the ring
+};
+
+/// For grad_weight/implicit_gemm_tma.cu.
+struct GradWeightTmaSizes : GradWeightShapedSizes {
+  int box_cols;      // columns of a box of grad_output
+  int box_bytes;     // from a box of grad_output to the next
+  int group_pixels;  // pixels of a box from 8 pixels of a multiply to the next 8
+  int copied_bytes;  // of all boxes of a stage
+  int stages;        // of the ring
+  int steps[16];     // of each multiply: where its pixels begin in a box, in units of 16 bytes
+};
+
+/// The same where the shape of a tile is compiled in.
 template <int TILE_N, int TILE_H, int TILE_W>
 struct TilePlace {
   int image, row, col;

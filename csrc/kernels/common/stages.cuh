@@ -36,6 +36,14 @@ struct StageRing {
       parity ^= 1;
     }
   }
+  /// Initialises the barriers: so many arrivals make a stage full, and so many empty. By one thread, before
+  /// fence_barrier_init.
+  __device__ __forceinline__ void init(ptx::u32 full_arrivals, ptx::u32 empty_arrivals) const {
+    for (StageRing each = *this; each.stage < STAGES; ++each.stage) {
+      ptx::init_barrier(each.full(), full_arrivals);
+      ptx::init_barrier(each.empty(), empty_arrivals);
+    }
+  }
 };
 
 /// The same where the launch says how many stages there are, at most MAX_STAGES, and how many bytes they lie apart. At
@@ -61,8 +69,7 @@ struct LaunchRing {
       parity ^= 1;
     }
   }
-  /// Initialises the barriers: so many arrivals make a stage full, and so many empty. By one thread, before
-  /// fence_barrier_init.
+  /// As above.
   __device__ __forceinline__ void init(ptx::u32 full_arrivals, ptx::u32 empty_arrivals) const {
     for (LaunchRing each = *this; each.stage < stages; ++each.stage) {
       ptx::init_barrier(each.full(), full_arrivals);

@@ -94,7 +94,7 @@ struct ExistingPixels {
   bool all;
 
   __device__ __forceinline__ ExistingPixels(int first_stage, const Im2colNhwcSizes& sizes) {
-    const StagePlace at(first_stage, sizes);
+    const PixelPlace at = sizes.first_pixel(first_stage);
     rows = sizes.tiles.height - at.row;
     cols = sizes.tiles.width - at.col;
     compare(sizes);

@@ -76,19 +76,6 @@ struct Ring : LaunchRing<MAX_STAGES> {
   __device__ __forceinline__ u32 transposed() const { return barriers + (2 * MAX_STAGES + stage) * 8; }
 };
 
-/// A stage's first image, row and column of the input.
-struct StagePlace {
-  int image, row, col;
-
-  __device__ __forceinline__ StagePlace(int stage, const Im2colNhwcSizes& sizes) {
-    const int images = sizes.tiles.image_tiles.quotient(stage), in_image = sizes.tiles.image_tiles.remainder(stage, images);
-    const int rows = sizes.tiles.row_tiles.quotient(in_image);
-    image = images * sizes.images;
-    row = rows * sizes.rows;
-    col = sizes.tiles.row_tiles.remainder(in_image, rows) * sizes.cols;
-  }
-};
-
 /// Which tile and split a block computes. Neighbouring blocks of a cluster compute splits of the same sums.
 struct Place {
   int ci, co;  // first channels, in the group

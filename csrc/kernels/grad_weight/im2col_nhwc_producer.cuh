@@ -9,7 +9,7 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
   const int first = sizes.tiles.first_tile(place.split), stages = sizes.tiles.tiles_of(place.split);
   const int copied = INPUT_BYTES + OUTPUT_BOXES * copied_bytes(sizes), box_bytes = output_box_bytes(sizes);
   for (int s = 0; s < stages; ++s) {
-    const StagePlace at(first + s, sizes);
+    const PixelPlace at = sizes.first_pixel(first + s);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expect_tx(ring.full(), copied);
 #pragma unroll

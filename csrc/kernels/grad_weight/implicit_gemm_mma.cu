@@ -4,7 +4,7 @@
 //       input[n, ci, ih, iw] * grad_output[n, co, ih * STRIDE_H - PADDING_H + kh * DILATION_H, (the same for w)]
 //
 // A block computes BLOCK_M input channels x BLOCK_N output channels x TAP_ROWS x TAP_COLS taps of one group over one
-// split of the tiles of pixels (grad_weight/implicit_gemm_layout.cuh), which pass through a ring of STAGES stages; all
+// split of the tiles of pixels (grad_weight/implicit_gemm_windows.cuh), which pass through a ring of STAGES stages; all
 // its taps multiply what is loaded once. Its warps share m, n, taps and the pixels of a tile. The input's fragments
 // (A) are loaded once for all taps of a warp, grad_output's (B) at each tap's shift.
 //
@@ -17,7 +17,7 @@
 // of `bias_partial`.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
-#include "grad_weight/implicit_gemm_layout.cuh"
+#include "grad_weight/implicit_gemm_windows.cuh"
 #include "grad_weight/implicit_gemm_producer.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
 
@@ -202,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   u32 bias_taps = 0;
 #pragma unroll
   for (int i = 0; i < WARP_TAPS; ++i) {
-    const Tap tap = Tap::of(place, at.t * WARP_TAPS + i);
-    tap_bytes[i] = tap.offset * POSITION_BYTES<Out>;
-    if (tap.reads_each_once) bias_taps |= 1u << i;
+    const int tap = at.t * WARP_TAPS + i;
+    tap_bytes[i] = tap_offset(place, tap) * POSITION_BYTES<Out>;
+    if (reads_each_once(place, tap)) bias_taps |= 1u << i;
   }
   const int bias_rank = place.m0 / BLOCK_M * WARPS_M + at.m;
   int bias_turn = bias_rank;  // steps until it is this warp's turn
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   if (sizes.through_workspace) {
     store_partial(all.sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, flushed);
   } else {
-    store_gradient(all.sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
+    store_gradient<STAGED_BYTES <= SHARED_BYTES>(all.sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   }
   if (WITH_BIAS) {
     static_assert(BIAS_WRITERS == BIAS_RANKS * WARPS_K * WARPS_T);

@@ -1,4 +1,4 @@
-// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_layout.cuh): asynchronous (cp.async) where the
+// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_windows.cuh): asynchronous (cp.async) where the
 // bytes are copied as they are, through registers where 16-bit channels that are not neighbours in memory are
 // interleaved. Everything outside of the image, the batch or the group is zero.
 #pragma once

@@ -54,7 +54,6 @@ __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4],
 /// Each row, of one input channel, begins a quarter of the banks after the one before.
 constexpr int STAGED_ROWS = WARPS_M * 16, ROW_SUMS = BLOCK_N * BLOCK_TAPS, STAGED_PITCH = round_up(ROW_SUMS, 32) + 8;
 constexpr int STAGED_BYTES = STAGED_ROWS * STAGED_PITCH * 4;
-constexpr bool STORES_THROUGH_SHARED = STAGED_BYTES <= SHARED_BYTES;
 /// Output channels that one instruction stores.
 constexpr int STORE_VECTOR = WEIGHT_CHANNELS_LAST && IS_16_BIT && CO_GROUP % 8 == 0 && BLOCK_N % 8 == 0 ? 8 : 1;
 
@@ -97,11 +96,13 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
   }
 }
 
-/// Stores a block's sums, which are the only split's, to the gradient. By THREADS threads; `shared` is free.
+/// Stores a block's sums, which are the only split's, to the gradient. By THREADS threads; `shared` is free, STAGED_BYTES of it if
+/// THROUGH_SHARED.
+template <bool THROUGH_SHARED>
 __device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
                                                float* shared, Element* gradient) {
   const WarpPlace at(warp);
-  if constexpr (!STORES_THROUGH_SHARED) {
+  if constexpr (!THROUGH_SHARED) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f)
       for_each_sum(place, at, f, lane, [&](long long offset, int r) { gradient[offset] = store_as<Element>(sums[f][r]); });

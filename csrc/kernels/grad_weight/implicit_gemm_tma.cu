@@ -8,21 +8,19 @@
 // group: they become rows and columns of the product that are not stored.
 //
 // The first THREADS threads are the consumers: they multiply and store. One thread of the next warp is the producer,
-// which loads boxes into a ring of STAGES stages. BIAS_THREADS more threads add up the bias from the stages; the blocks of
+// which loads boxes into a ring of stages. BIAS_THREADS more threads add up the bias from the stages; the blocks of
 // different input channels, which load the same of grad_output, take turns.
 //
 // Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding,
-// dilation, groups; tiles whose groups of 8 pixels are contiguous. Flushes and splits as in
-// grad_weight/implicit_gemm_mma.cu.
+// dilation, groups. Flushes and splits as in grad_weight/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
+#include "common/stages.cuh"
 #include "common/tma.cuh"
 #include "grad_weight/implicit_gemm_layout.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
 #include "grad_weight/implicit_gemm_tma.cuh"
-#include "common/stage_ring.cuh"
-#include "grad_weight/ring_barriers.cuh"
 
 static_assert(IS_16_BIT && CHANNELS_LAST && WARP_M == 16 && WARPS_M % 4 == 0 && WARPS_K == 1 && WARP_N % 32 == 0);
 static_assert(WARPS_N == 1 || WARP_N % BOX_CHANNELS == 0);
@@ -34,51 +32,50 @@ constexpr int BIAS_CHANNEL_GROUPS = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WAR
 /// Steps of 16 pixels that a warp takes at a time, so that their products are independent.
 constexpr int BIAS_STEPS = BIAS_CHANNEL_GROUPS < 2 && STEPS % 4 == 0 ? 4 : BIAS_CHANNEL_GROUPS < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(WITH_BIAS == (BIAS_WARPS > 0) && BIAS_WRITERS == M_BLOCKS);
-static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
-static_assert(!STORES_THROUGH_SHARED || STAGED_BYTES <= BARRIERS);
 
 /// The producer, one thread.
-__device__ __forceinline__ void produce(Ring ring, const Place& place, const GradWeightTileSizes& sizes, const TensorMap& input,
+__device__ __forceinline__ void produce(Ring ring, const Place& place, const GradWeightTmaSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
   ptx::prefetch_tensor_map(input);
   ptx::prefetch_tensor_map(grad_output);
-  const int first = sizes.first_tile(place.split), count = sizes.tiles_of(place.split);
+  const int first = sizes.tiles.first_tile(place.split), count = sizes.tiles.tiles_of(place.split);
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
-    const auto [image, row, col] = TilePlace<TILE_N, TILE_H, TILE_W>::of(first + index, sizes);
+    const auto [image, row, col] = sizes.first_pixel(first + index);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expect_tx(ring.full(), COPIED);
+    ptx::arrive_expect_tx(ring.full(), sizes.copied_bytes);
 #pragma unroll
     for (int m = 0; m < INPUT_BLOCKS; ++m)
       ptx::tma_load(ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
-    for (int box = 0; box < OutputBoxes::COUNT; ++box) {
-      const int n = box % OutputBoxes::CHANNEL_BLOCKS, phase = box / OutputBoxes::CHANNEL_BLOCKS;
-      ptx::tma_load(ring.weights() + box * OutputBoxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
-                    col * STRIDE_W + base_col + OutputBoxes::phase_col(phase % OutputBoxes::PHASE_COLS),
-                    row * STRIDE_H + base_row + TapsH::residue(phase / OutputBoxes::PHASE_COLS), image, ring.full());
+    for (int box = 0; box < OUTPUT_BOXES; ++box) {
+      const int n = box % CHANNEL_BLOCKS, phase = box / CHANNEL_BLOCKS;
+      ptx::tma_load(ring.grad_output() + box * sizes.box_bytes, grad_output, output_channel + n * BOX_CHANNELS,
+                    col * STRIDE_W + base_col + phase_col(phase % PHASE_COLS),
+                    row * STRIDE_H + base_row + TapsH::residue(phase / PHASE_COLS), image, ring.full());
     }
   }
 }
 
 /// The bias, by BIAS_THREADS threads: a row of ones times grad_output, 16 pixels x 16 channels at a time, for the taps of
 /// the block that read each pixel once, in every M_BLOCKS-th stage.
-__device__ __forceinline__ void add_bias(Ring ring, const Place& place, int count, float* bias_partial) {
+__device__ __forceinline__ void add_bias(Ring ring, const Place& place, const GradWeightTmaSizes& sizes, float* bias_partial) {
   const int warp = (threadIdx.x - THREADS - PRODUCER_THREADS) / 32, lane = threadIdx.x % 32, rank = place.m0 / BLOCK_M;
   u32 taps = 0;
   u32 offsets[BLOCK_TAPS];
 #pragma unroll
   for (int i = 0; i < BLOCK_TAPS; ++i) {
-    taps |= static_cast<u32>(Tap::of(place, i).reads_each_once) << i;
-    offsets[i] = tap_offset(i);
+    taps |= static_cast<u32>(reads_each_once(place, i)) << i;
+    offsets[i] = tap_offset(i).bytes(sizes);
   }
   constexpr u32 ONE = PRECISION == ptx::FP16 ? 0x3c003c00 : 0x3f803f80;
   const uint4 ones = make_uint4(ONE, ONE, ONE, ONE);
   float sums[BIAS_CHANNEL_GROUPS][2][4] = {};
   // The row that this lane addresses for ldmatrix: lanes 0 to 7 and 16 to 23 the first 8 pixels, the others the second.
-  const u32 row = (lane / 8 % 2 * OUT_GROUP + lane % 8) * ROW_BYTES;
+  const u32 row = (lane / 8 % 2 * sizes.group_pixels + lane % 8) * ROW_BYTES;
+  const int count = sizes.tiles.tiles_of(place.split);
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
     ptx::wait_for_phase(ring.full(), ring.parity);
@@ -96,7 +93,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
           for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i) {
             const int channel_group = warp + i * BIAS_WARPS;
             if (channel_group >= BLOCK_N / 16) continue;
-            const u32 at = ring.weights() + channel_group / 4 * OutputBoxes::BYTES + offsets[tap] + row + OutputBoxes::position((first + step) * STEP) * ROW_BYTES;
+            const u32 at = ring.grad_output() + channel_group / 4 * sizes.box_bytes + offsets[tap] + row + sizes.steps[first + step] * 16;
             ptx::load_matrices_transposed(m[step][i], at + ((channel_group % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
           }
 #pragma unroll
@@ -125,35 +122,45 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
     }
 }
 
-/// Multiplies 16 pixels for a warpgroup's taps from FIRST on. `b`: a descriptor without the distance between blocks.
+/// What a warpgroup's multiply from its tap FIRST on adds to the descriptor of grad_output, whose lower half holds the address
+/// and the distance between blocks, and neither carries into the other.
 template <int FIRST>
-__device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::u64 a, ptx::u64 b, const int (&tap_offset)[WARP_TAPS]) {
+__device__ __forceinline__ void set_operands(u32 (&operands)[WARP_TAPS], int warpgroup_tap, const GradWeightTmaSizes& sizes) {
   if constexpr (FIRST < WARP_TAPS) {
     constexpr int TAPS_JOINED = joined_taps(FIRST);
-    constexpr ptx::u64 DISTANCE = static_cast<ptx::u64>(block_distance(FIRST, TAPS_JOINED) / 16) << 16;
-    ptx::wgmma<PRECISION, TAPS_JOINED * WARP_N, true, true>(sums[FIRST * N_FRAGMENTS], a, b + tap_offset[FIRST] + DISTANCE);
-    multiply_taps<FIRST + TAPS_JOINED>(sums, a, b, tap_offset);
+    const int distance = block_distance(FIRST, TAPS_JOINED).bytes(sizes);
+    operands[FIRST] = tap_offset(warpgroup_tap * WARP_TAPS + FIRST).bytes(sizes) / 16 | distance / 16 << 16;
+    set_operands<FIRST + TAPS_JOINED>(operands, warpgroup_tap, sizes);
+  }
+}
+/// Multiplies 16 pixels for a warpgroup's taps from FIRST on. `b`: the halves of a descriptor without the distance.
+template <int FIRST>
+__device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::u64 a, u32 b_low, u32 b_high, const u32 (&operands)[WARP_TAPS]) {
+  if constexpr (FIRST < WARP_TAPS) {
+    constexpr int TAPS_JOINED = joined_taps(FIRST);
+    const ptx::u64 b = static_cast<ptx::u64>(b_high) << 32 | (b_low + operands[FIRST]);
+    ptx::wgmma<PRECISION, TAPS_JOINED * WARP_N, true, true>(sums[FIRST * N_FRAGMENTS], a, b);
+    multiply_taps<FIRST + TAPS_JOINED>(sums, a, b_low, b_high, operands);
   }
 }
 
 /// The consumers, THREADS threads.
-__device__ __forceinline__ void consume(Ring ring, const Place& place, const GradWeightTileSizes& sizes, char* shared,
-                                                   float4* partial, Element* gradient) {
+__device__ __forceinline__ void consume(Ring ring, const Place& place, const GradWeightTmaSizes& sizes, char* shared, float4* partial,
+                                        Element* gradient) {
   const int lane = threadIdx.x % 32;
   // The shuffle tells the compiler that all threads of a warpgroup have the same value.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   const int warp = threadIdx.x / 32;
   const WarpPlace at(warpgroup * 4);
-  int tap_offset[WARP_TAPS];
-#pragma unroll
-  for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = ::tap_offset(at.t * WARP_TAPS + i) / 16;
-  const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * OutputBoxes::BYTES;
+  u32 operands[WARP_TAPS];
+  set_operands<0>(operands, at.t, sizes);
+  const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * sizes.box_bytes;
 
-  const int count = sizes.tiles_of(place.split);
+  const int count = sizes.tiles.tiles_of(place.split), flush = sizes.tiles.flush;
   int index = 0;
   float sums[FRAGMENTS][4];
   do {
-    const int first = index, end = sizes.flush < count - index ? index + sizes.flush : count;
+    const int first = index, end = flush < count - index ? index + flush : count;
 #pragma unroll
     for (auto& fragment : sums)
 #pragma unroll
@@ -163,11 +170,12 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Gra
       ptx::wait_for_phase(ring.full(), ring.parity);
       ptx::fence_wgmma();
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
-      const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
+      const ptx::u64 b = ptx::swizzled_descriptor(ring.grad_output() + output_first, 0, sizes.group_pixels * ROW_BYTES);
+      const u32 b_low = static_cast<u32>(b), b_high = static_cast<u32>(b >> 32);
       // In a rolled loop the compiler would wait between the multiplies.
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
-        multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + OutputBoxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
+        multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b_low + sizes.steps[step], b_high, operands);
       ptx::commit_wgmma();
       ptx::wait_wgmma<1>();
       if (index > first && lane == 0) ptx::arrive(ring.empty_before());
@@ -176,24 +184,24 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Gra
     ptx::wait_wgmma<0>();
     if (lane == 0) ptx::arrive(ring.empty_before());
     if (end == count) ptx::let_next_launch_start();
-    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split, partial, first > 0);
+    if (sizes.tiles.through_workspace) store_partial(sums, place, warp, lane, place.split, partial, first > 0);
   } while (index < count);
-  if (sizes.through_workspace) return;
+  if (sizes.tiles.through_workspace) return;
   // The sums take the stages' memory once all consumers and the bias's warps have read them.
-  for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-  store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
+  for (int s = 0; s < sizes.stages; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+  store_gradient<true>(sums, place, warp, lane, reinterpret_cast<float*>(shared + FIXED_BYTES), gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_THREADS, 1)
     grad_weight_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                       Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial,
-                      const __grid_constant__ GradWeightTileSizes sizes) {
+                      const __grid_constant__ GradWeightTmaSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   char* const shared = memory + (BOX_ALIGNMENT - ptx::shared_address(memory) % BOX_ALIGNMENT) % BOX_ALIGNMENT;
-  Ring ring(ptx::keep_in_register(ptx::shared_address(shared)));
+  const Ring ring(ptx::keep_in_register(ptx::shared_address(shared)), sizes);
   const Place place = Place::of(blockIdx.x);
   if (threadIdx.x == 0) {
-    init_ring<STAGES>(ring, 1, (THREADS + BIAS_THREADS) / 32);
+    ring.init(1, (THREADS + BIAS_THREADS) / 32);
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -203,6 +211,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_T
   } else if (threadIdx.x < THREADS + PRODUCER_THREADS) {
     if (threadIdx.x == THREADS) produce(ring, place, sizes, input, grad_output);
   } else if constexpr (WITH_BIAS) {
-    add_bias(ring, place, sizes.tiles_of(place.split), bias_partial);
+    add_bias(ring, place, sizes, bias_partial);
   }
 }

@@ -12,7 +12,7 @@
 // threads from grad_output's stages.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
-#include "grad_weight/implicit_gemm_layout.cuh"
+#include "grad_weight/implicit_gemm_windows.cuh"
 #include "grad_weight/implicit_gemm_producer.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_t
 #pragma unroll
   for (int number = 0; number < BLOCK_TAPS; ++number) {
     if (!(bias_taps >> number & 1)) continue;
-    const u32 from = window + octet * Out::OCTET_BYTES + Tap::of(place, number).offset * 16;
+    const u32 from = window + octet * Out::OCTET_BYTES + tap_offset(place, number) * 16;
 #pragma unroll 1
     for (int pixel = rank; pixel < TILE_PIXELS; pixel += BIAS_RANKS) {
       const uint4 v = ptx::load_shared_vector(from + Out::position(pixel) * 16);
@@ -66,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   const int warp = threadIdx.x / 32 % TILE_WARPS, warp_k = warpgroup * 4 / TILE_WARPS;
   const WarpPlace at(warpgroup * 4 % TILE_WARPS);
-  int tap_offset[WARP_TAPS];
+  int tap_offsets[WARP_TAPS];
 #pragma unroll
-  for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = Tap::of(place, at.t * WARP_TAPS + i).offset;
+  for (int i = 0; i < WARP_TAPS; ++i) tap_offsets[i] = tap_offset(place, at.t * WARP_TAPS + i);
   u32 bias_taps = 0;
   const int bias_writer = place.m0 / BLOCK_M;
   if (WITH_BIAS)
-    for (int i = 0; i < BLOCK_TAPS; ++i) bias_taps |= static_cast<u32>(Tap::of(place, i).reads_each_once) << i;
+    for (int i = 0; i < BLOCK_TAPS; ++i) bias_taps |= static_cast<u32>(reads_each_once(place, i)) << i;
   const u32 input_first = at.m * (WARP_M / 8) * In::OCTET_BYTES, output_first = at.n * (WARP_N / 8) * Out::OCTET_BYTES;
 
   float bias[8] = {};
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 #pragma unroll
         for (int tap = 0; tap < WARP_TAPS; ++tap)
           ptx::wgmma<PRECISION, WARP_N, true, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
-                                              b + Out::position(step * STEP) + tap_offset[tap]);
+                                              b + Out::position(step * STEP) + tap_offsets[tap]);
       }
       ptx::commit_wgmma();
       producer.copy(index + STAGES - 2);
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     if (end == producer.count) ptx::let_next_launch_start();
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
   } while (index < producer.count);
-  if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
+  if (!sizes.through_workspace) store_gradient<STAGED_BYTES <= SHARED_BYTES>(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   if (WITH_BIAS) {
     // Everything is multiplied, so the stages are free.
     __syncthreads();

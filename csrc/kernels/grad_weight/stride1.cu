@@ -23,7 +23,6 @@
 #include "common/tma.cuh"
 #include "grad_weight/stride1_layout.cuh"
 #include "grad_weight/stride1_producer.cuh"
-#include "grad_weight/ring_barriers.cuh"
 
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 56 : 64, CONSUMER_REGISTERS = WARPGROUPS == 3 ? 152 : 216;
@@ -178,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 32 * PRODUCER_WA
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     ptx::prefetch_tensor_map(grad_output);
-    init_ring<STAGES>(ring, CHANNELS_LAST ? 1 + TRANSPOSE_WARPS : 1, CONSUMER_THREADS / 32);
-    init_ring<RAW_STAGES>(raw, 1, TRANSPOSE_WARPS);
+    ring.init(CHANNELS_LAST ? 1 + TRANSPOSE_WARPS : 1, CONSUMER_THREADS / 32);
+    raw.init(1, TRANSPOSE_WARPS);
     ptx::fence_barrier_init();
   }
   __syncthreads();

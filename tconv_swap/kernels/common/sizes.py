@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.dense_map import DenseMap
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, dense_map
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
+
+#: Multiplies of a tile of ``GradWeightTmaSizes`` (``steps``).
+MAX_TILE_STEPS = 16
 
 Words = tuple[int, ...]
 
@@ -139,6 +144,28 @@ def grad_weight_tile_sizes(
         *divisor(rows * cols),
         *divisor(cols),
     )
+
+
+def implicit_gemm_tma_sizes(
+    geometry: Geometry,
+    tile: tuple[int, int, int],
+    box: tuple[int, int, int],
+    copied_bytes: int,
+    ring: int,
+    steps: Sequence[int],
+    splits: int,
+    flush: int,
+    through_workspace: bool,
+) -> Words:
+    """Returns ``GradWeightTmaSizes``, for the kernel whose stages are tiles of ``tile`` images, rows and columns of the
+    input.
+
+    ``box``: of grad_output: its columns, the bytes from one to the next, and its pixels from 8 pixels of a multiply to
+    the next 8. ``ring``: its stages. ``steps``: for each multiply, where its pixels begin in a box, in units of 16
+    bytes.
+    """
+    tiles = grad_weight_tile_sizes(geometry, tile, splits, flush, through_workspace)
+    return *tiles, *tile, *box, copied_bytes, ring, *steps, *(0,) * (MAX_TILE_STEPS - len(steps))
 
 
 def im2col_nhwc_sizes(

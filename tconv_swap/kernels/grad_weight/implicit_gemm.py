@@ -21,10 +21,11 @@ from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, registers, supports
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import splits_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
+    block_constants,
+    shape_constants,
     shared_bytes,
     step_pixels,
     tap_blocks,
-    tile_constants,
 )
 from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.kernels.grad_weight.selection import Kernels, kernels_for, kernels_of, layer_of
@@ -169,14 +170,8 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("PRECISION", precision),
         *g.layer_constants,
-        ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        *tile_constants(tile),
-        ("WARPS_K", tile.warps[3]),
-        ("INPUT_COPY", into.copy),
-        ("OUTPUT_COPY", out.copy),
-        ("STAGES", tile.stages),
-        ("SHARED_BYTES", shared_bytes(tile.stages, schedule.operands)),
+        *block_constants(tile),
         ("BIAS_WRITERS", bias_writers),
     )
     main = Kernel(
@@ -184,6 +179,12 @@ def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kerne
         name,
         (
             *constants,
+            ("CHANNELS_LAST", problem.channels_last),
+            *shape_constants(tile),
+            ("INPUT_COPY", into.copy),
+            ("OUTPUT_COPY", out.copy),
+            ("STAGES", tile.stages),
+            ("SHARED_BYTES", shared_bytes(tile.stages, schedule.operands)),
             ("WITH_BIAS", with_bias),
             ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
         ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,27 @@ from tconv_swap.runtime.program import Constant
 
 #: Bytes of the largest copy of a thread (cp.async).
 COPY_BYTES = 16
+
+
+class Block(Protocol):
+    """What a block computes of the gradient, whatever its pixels: see ``Tile``."""
+
+    @property
+    def warps(self) -> tuple[int, int, int, int]: ...
+    @property
+    def warp_m(self) -> int: ...
+    @property
+    def warp_n(self) -> int: ...
+    @property
+    def warp_taps(self) -> int: ...
+    @property
+    def taps(self) -> Pair: ...
+    @property
+    def tap_step(self) -> Pair: ...
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def block_n(self) -> int: ...
 
 
 class Tile(NamedTuple):
@@ -88,24 +109,24 @@ def item_bytes(problem: Problem) -> int:
     return 4 if problem.dtype == torch.float32 else 2
 
 
-def tap_blocks(problem: Problem, tile: Tile) -> Pair:
+def tap_blocks(problem: Problem, block: Block) -> Pair:
     """Returns into how many blocks the taps are cut, along rows and columns."""
 
-    (kernel_h, kernel_w), (step_h, step_w) = problem.geometry.kernel, tile.tap_step
-    rows, columns = tile.taps
+    (kernel_h, kernel_w), (step_h, step_w) = problem.geometry.kernel, block.tap_step
+    rows, columns = block.taps
     return (
         min(step_h, kernel_h) * ceil_div(ceil_div(kernel_h, step_h), rows),
         min(step_w, kernel_w) * ceil_div(ceil_div(kernel_w, step_w), columns),
     )
 
 
-def weight_tiles(problem: Problem, tile: Tile) -> int:
+def weight_tiles(problem: Problem, block: Block) -> int:
     """Returns how many blocks compute one split of the pixels."""
     g = problem.geometry
     return (
-        ceil_div(g.in_channels_per_group, tile.block_m)
-        * ceil_div(g.out_channels_per_group, tile.block_n)
-        * math.prod(tap_blocks(problem, tile))
+        ceil_div(g.in_channels_per_group, block.block_m)
+        * ceil_div(g.out_channels_per_group, block.block_n)
+        * math.prod(tap_blocks(problem, block))
         * g.groups
     )
 
@@ -302,19 +323,27 @@ class Windows:
         return chosen
 
 
-def tile_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
-    """Returns the constants that define the tile of a kernel; WARPS_K is the kernel's own."""
+def block_constants(block: Block) -> tuple[tuple[str, Constant], ...]:
+    """Returns the constants that define what a block computes."""
+    warps_m, warps_n, warps_t, warps_k = block.warps
     return (
-        ("WARPS_M", tile.warps[0]),
-        ("WARPS_N", tile.warps[1]),
-        ("WARPS_T", tile.warps[2]),
-        ("WARP_M", tile.warp_m),
-        ("WARP_N", tile.warp_n),
-        ("WARP_TAPS", tile.warp_taps),
-        ("TAP_ROWS", tile.taps[0]),
-        ("TAP_COLS", tile.taps[1]),
-        ("TAP_ROW_STEP", tile.tap_step[0]),
-        ("TAP_COL_STEP", tile.tap_step[1]),
+        ("WARPS_M", warps_m),
+        ("WARPS_N", warps_n),
+        ("WARPS_T", warps_t),
+        ("WARPS_K", warps_k),
+        ("WARP_M", block.warp_m),
+        ("WARP_N", block.warp_n),
+        ("WARP_TAPS", block.warp_taps),
+        ("TAP_ROWS", block.taps[0]),
+        ("TAP_COLS", block.taps[1]),
+        ("TAP_ROW_STEP", block.tap_step[0]),
+        ("TAP_COL_STEP", block.tap_step[1]),
+    )
+
+
+def shape_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
+    """Returns the constants that define the pixels of a tile."""
+    return (
         ("TILE_N", tile.images),
         ("TILE_H", tile.rows),
         ("TILE_W", tile.cols),

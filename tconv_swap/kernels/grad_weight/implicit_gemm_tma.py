@@ -8,23 +8,24 @@ from functools import lru_cache, partial
 
 import torch
 
+from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.dtypes import ELEMENT_KINDS, HALF_DTYPES
 from tconv_swap.kernels.common.hardware import MAX_STEP, TMA_ALIGNMENT
 from tconv_swap.kernels.common.ranked import Ranked
-from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
-from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, tile_constants
+from tconv_swap.kernels.common.sizes import Words, implicit_gemm_tma_sizes
+from tconv_swap.kernels.grad_weight.implicit_gemm_tile import block_constants, tap_blocks
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import ranked as ranked_schedules
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_shape import STEP_PIXELS, last_reached
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     BIAS_THREADS,
     BOX_CHANNELS,
+    MAX_STAGES,
     PRODUCER_THREADS,
-    STEP_PIXELS,
-    TmaTile,
-    box_shape,
+    ROW_BYTES,
+    Stage,
+    TmaKernel,
     has_gaps,
-    last_reached,
-    shared_bytes,
 )
 from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.kernels.grad_weight.split_k import Sums, flush_of, reduction, reduction_kernel
@@ -59,8 +60,8 @@ def ranked(among: Iterable[Schedule], problem: Problem, device: Device, with_bia
     if not supports(problem, device) or (with_bias and not reads_all_of_grad_output(geometry)):
         return []
     return [
-        Ranked(clocks, partial(lower, problem, schedule, splits, with_bias))
-        for clocks, splits, schedule in ranked_schedules(among, geometry, device)
+        Ranked(best.clocks, partial(lower, problem, schedule, best.stage, best.splits, with_bias))
+        for best, schedule in ranked_schedules(tuple(among), geometry, device)
     ]
 
 
@@ -79,13 +80,13 @@ def supports(problem: Problem, device: Device) -> bool:
     return 0 < g.batch < INT32_LIMIT and max(g.out_height, g.out_width) < INT32_LIMIT // 16
 
 
-def _maps(problem: Problem, tma_tile: TmaTile) -> tuple[TensorMap, TensorMap]:
+def _maps(problem: Problem, stage: Stage) -> tuple[TensorMap, TensorMap]:
     """Returns the tensor maps of the input and of grad_output."""
-    g, tile = problem.geometry, tma_tile.tile
+    g = problem.geometry
     kind = ELEMENT_KINDS[problem.dtype]
     # Pixels at the bottom and on the right that no pixel of the input reaches are outside of the map, so read as zero.
     height, width = last_reached(g, 0) + 1, last_reached(g, 1) + 1
-    images, rows, cols = box_shape(problem, tma_tile)
+    (tile_images, tile_rows, tile_cols), (images, rows, cols) = stage.shape, stage.boxes.shape
 
     def strides(channels: int, height: int, width: int) -> tuple[int, ...]:
         return channels * 2, channels * 2 * width, channels * 2 * width * height
@@ -96,7 +97,7 @@ def _maps(problem: Problem, tma_tile: TmaTile) -> tuple[TensorMap, TensorMap]:
             kind,
             (g.in_channels, g.width, g.height, g.batch),
             strides(g.in_channels, g.height, g.width),
-            (BOX_CHANNELS, tile.cols, tile.rows, tile.images),
+            (BOX_CHANNELS, tile_cols, tile_rows, tile_images),
             (1, 1, 1, 1),
         ),
         TensorMap(
@@ -115,21 +116,15 @@ def _maps(problem: Problem, tma_tile: TmaTile) -> tuple[TensorMap, TensorMap]:
 @lru_cache(maxsize=4096)
 def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -> tuple[Kernel, Kernel]:
     """Returns the kernel that multiplies and the kernel that reduces its splits."""
-    problem, tile = schedule.problem, schedule.tma_tile.tile
+    problem, kernel = schedule.problem, schedule.kernel
 
     def constants(weight_channels_last: bool) -> tuple[tuple[str, Constant], ...]:
         return (
             ("Element", ELEMENT_TYPES[problem.dtype]),
             ("PRECISION", 1 if problem.dtype == torch.float16 else 2),
             *problem.geometry.layer_constants,
-            ("CHANNELS_LAST", True),
             ("WEIGHT_CHANNELS_LAST", weight_channels_last),
-            *tile_constants(tile),
-            ("WARPS_K", 1),
-            ("INPUT_COPY", 8),
-            ("OUTPUT_COPY", 8),
-            ("STAGES", tile.stages),
-            ("SHARED_BYTES", shared_bytes(problem, schedule.tma_tile)),
+            *block_constants(kernel),
             ("BIAS_WRITERS", _bias_writers(schedule)),
         )
 
@@ -138,49 +133,72 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
         "grad_weight_implicit_gemm_tma",
         (
             *constants(problem.weight_channels_last),
-            ("BOX_PER_TAP_COL", schedule.tma_tile.box_per_tap_col),
+            ("CHANNELS_LAST", True),
+            ("TILE_PIXELS", kernel.pixels),
+            ("BOX_PER_TAP_COL", kernel.box_per_tap_col),
+            ("MAX_STAGES", MAX_STAGES),
             ("WITH_BIAS", with_bias),
             ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
         ),
-        spills=schedule.tma_tile.may_spill,
+        spills=kernel.may_spill,
     )
     return main, reduction_kernel(constants(reduced_channels_last))
 
 
+def _sizes(
+    geometry: Geometry, kernel: TmaKernel, stage: Stage, splits: int, flush: int, through_workspace: bool
+) -> Words:
+    """Returns the sizes that a launch gives the kernel."""
+    boxes = stage.boxes
+    output_boxes = boxes.per_channel_block * kernel.channel_blocks
+    copied = kernel.input_blocks * kernel.pixels * ROW_BYTES + output_boxes * boxes.copied_bytes
+    return implicit_gemm_tma_sizes(
+        geometry,
+        stage.shape,
+        (boxes.shape[2], boxes.bytes, boxes.group_pixels(stage.shape)),
+        copied,
+        stage.stages,
+        [pixel * ROW_BYTES // 16 for pixel in boxes.steps(stage.shape)],
+        splits,
+        flush,
+        through_workspace,
+    )
+
+
 def _bias_writers(schedule: Schedule) -> int:
     """Returns the blocks of different input channels, which take turns in adding up the bias."""
-    return ceil_div(schedule.problem.geometry.in_channels_per_group, schedule.tma_tile.tile.block_m)
+    return ceil_div(schedule.problem.geometry.in_channels_per_group, schedule.kernel.block_m)
 
 
 def lower(
     problem: Problem,
     schedule: Schedule,
+    stage: Stage,
     splits: int,
     with_bias: bool,
     reduced_channels_last: bool | None = None,
 ) -> Part:
-    """Returns the part that computes the problem with this schedule of its layer.
+    """Returns the part that computes the problem with this schedule of its layer and a stage of its kernel.
     Args:
         reduced_channels_last: the layout of the gradient where a second launch adds up splits; None for that of the
             problem.
     """
-    g, tma_tile, work = problem.geometry, schedule.tma_tile, schedule.work
-    tile = tma_tile.tile
+    g, kernel, work = problem.geometry, schedule.kernel, schedule.work
     if reduced_channels_last is None:
         reduced_channels_last = problem.weight_channels_last
     main, reduce = _kernels(schedule, with_bias, reduced_channels_last)
-    tiles = pixel_tiles(g, tile.shape)
-    flush = flush_of(tile.pixels // STEP_PIXELS, ceil_div(tiles, splits))
+    tiles = pixel_tiles(g, stage.shape)
+    flush = flush_of(kernel.pixels // STEP_PIXELS, ceil_div(tiles, splits))
     through_workspace = splits > 1 or flush > 0
     sums = Sums(
         splits,
         work.split_bytes if through_workspace else 0,
-        math.prod(tap_blocks(problem, tile)) * _bias_writers(schedule) * splits if with_bias else 0,
+        math.prod(tap_blocks(problem, kernel)) * _bias_writers(schedule) * splits if with_bias else 0,
     )
     launch = Launch(
         main,
         grid=work.blocks * splits,
-        block=tile.threads + PRODUCER_THREADS + (BIAS_THREADS if with_bias else 0),
+        block=kernel.threads + PRODUCER_THREADS + (BIAS_THREADS if with_bias else 0),
         arguments=(
             tensor_map(0),
             tensor_map(1),
@@ -189,13 +207,13 @@ def lower(
             sums.bias,
             struct(0),
         ),
-        shared_bytes=shared_bytes(problem, tma_tile),
-        tensor_maps=_maps(problem, tma_tile),
-        structs=(grad_weight_tile_sizes(g, tile.shape, splits, flush, through_workspace),),
+        shared_bytes=stage.shared_bytes,
+        tensor_maps=_maps(problem, stage),
+        structs=(_sizes(g, kernel, stage, splits, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm_tma",
-        f"{tma_tile}, {splits} splits",
+        f"{kernel}, {stage}, {splits} splits",
         (launch, *reduction(reduce, g.out_channels, sums)),
         sums.bytes(g.out_channels),
     )

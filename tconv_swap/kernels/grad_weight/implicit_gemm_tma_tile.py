@@ -1,19 +1,26 @@
-"""The tiles of csrc/kernels/grad_weight/implicit_gemm_tma.cu and their shared memory: the Python side of
-grad_weight/implicit_gemm_tma.cuh."""
+"""The kernels of csrc/kernels/grad_weight/implicit_gemm_tma.cu, the tiles of pixels that a launch gives them, and their
+shared memory: the Python side of grad_weight/implicit_gemm_tma.cuh."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_REGISTERS, REGISTERS
-from tconv_swap.kernels.grad_weight.implicit_gemm_tile import Tile
-from tconv_swap.kernels.grad_weight.layer import largest_image
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_shape import (
+    STEP_PIXELS,
+    Limits,
+    Shape,
+    leaves_sizes,
+    limits_of,
+    pixels_that_suit,
+    shapes_of,
+    usual_shape,
+)
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 
@@ -23,57 +30,101 @@ PRODUCER_THREADS, BIAS_THREADS = 32, 96
 OTHER_REGISTERS, STORE_REGISTERS = 28, 48
 
 ROW_BYTES, BOX_CHANNELS, BOX_ALIGNMENT = 128, 64, 1024
-#: Pixels of one multiply.
-STEP_PIXELS = 16
+#: Shared memory beside the stages: up to the first multiple of BOX_ALIGNMENT, and the barriers.
+FIXED_BYTES = 2 * BOX_ALIGNMENT
 #: Stages of the ring.
 MAX_STAGES, MIN_STAGES = 8, 3
 #: Boxes of grad_output in a stage.
 MAX_BOXES = 32
-#: Rows or columns of a map up to which a tile may have exactly as many.
-MAX_WHOLE_SIDE = 16
+#: Columns of a tile, unless the map has fewer: narrower ones were not measured.
+MIN_COLUMNS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TmaTile:
-    """A tile whose operands are loaded by TMA.
+class TmaKernel(NamedTuple):
+    """What is compiled.
     Attributes:
-        tile: what a block computes.
+        warps: along input channels (m), output channels (n), taps and pixels (k).
+        warp_m, warp_n: input channels of a warp, and output channels of a warpgroup.
+        warp_taps: taps of a warpgroup.
+        taps: rows and columns of taps of a block.
+        tap_step: from one of them to the next.
+        pixels: of a tile.
         box_per_tap_col: each tap column has a box of grad_output of its own, so that no tap is shifted within a
             box.
     """
 
-    tile: Tile
+    warps: tuple[int, int, int, int]
+    warp_m: int
+    warp_n: int
+    warp_taps: int
+    taps: Pair
+    tap_step: Pair
+    pixels: int
     box_per_tap_col: bool
+
+    @property
+    def threads(self) -> int:
+        """Returns the consumers."""
+        return 32 * math.prod(self.warps)
+
+    @property
+    def block_m(self) -> int:
+        return self.warps[0] * self.warp_m
+
+    @property
+    def block_n(self) -> int:
+        return self.warps[1] * self.warp_n
+
+    @property
+    def sums(self) -> int:
+        """Returns how many registers of a consumer hold sums."""
+        return self.warp_m * self.warp_n * self.warp_taps // 32
 
     @property
     def input_blocks(self) -> int:
         """Returns the boxes of the input in a stage."""
-        return self.tile.block_m // BOX_CHANNELS
+        return self.block_m // BOX_CHANNELS
 
     @property
     def channel_blocks(self) -> int:
         """Returns the boxes of grad_output side by side along output channels."""
-        return ceil_div(self.tile.block_n, BOX_CHANNELS)
+        return ceil_div(self.block_n, BOX_CHANNELS)
+
+    @property
+    def loads(self) -> tuple[int, int, Pair, Pair, int, bool]:
+        """Returns what decides which stages it may have."""
+        return (
+            *(self.input_blocks, self.channel_blocks, self.taps, self.tap_step),
+            *(self.pixels, self.box_per_tap_col),
+        )
 
     @property
     def fits_registers(self) -> bool:
         """Returns whether the consumers' sums fit their registers."""
-        return self.tile.sums + OTHER_REGISTERS <= self.registers
+        return self.sums + OTHER_REGISTERS <= self.registers
 
     @property
     def may_spill(self) -> bool:
         """Returns whether the compiler may spill where the sums are stored, after the last multiply."""
-        return self.tile.sums + STORE_REGISTERS > self.registers
+        return self.sums + STORE_REGISTERS > self.registers
 
     @property
     def registers(self) -> int:
         """Returns the registers that a thread may have: each quarter of a multiprocessor has its own, for the
         consumers and at least one other warp."""
-        warps = self.tile.threads // 128 + 1
+        warps = self.threads // 128 + 1
         return min(MAX_REGISTERS, REGISTERS // (128 * warps) // 8 * 8)
 
+    @property
+    def staged_bytes(self) -> int:
+        """Returns the bytes of the sums of a single split on their way to memory
+        (grad_weight/implicit_gemm_store.cuh)."""
+        row = round_up(self.block_n * math.prod(self.taps), 32) + 8
+        return self.block_m * row * 4
+
     def __str__(self) -> str:
-        return f"{self.tile}{', a box per tap column' if self.box_per_tap_col else ''}"
+        each = ", a box per tap column" if self.box_per_tap_col else ""
+        return f"{self.block_m} x {self.block_n} channels x {self.taps[0]} x {self.taps[1]} taps{each}"
 
 
 class Boxes(NamedTuple):
@@ -83,122 +134,99 @@ class Boxes(NamedTuple):
         per_channel_block: boxes for each 64 output channels.
     """
 
-    shape: tuple[int, int, int]
+    shape: Shape
     per_channel_block: int
 
+    @property
+    def copied_bytes(self) -> int:
+        """Returns the bytes of a box."""
+        return math.prod(self.shape) * ROW_BYTES
 
-def boxes_of(
-    geometry: Geometry, taps: tuple[Pair, Pair], pixels: tuple[int, int, int], box_per_tap_col: bool
-) -> Boxes:
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes from a box to the next."""
+        return round_up(self.copied_bytes, BOX_ALIGNMENT)
+
+    def pixel(self, shape: Shape, k: int) -> int:
+        """Returns which pixel of a box tap 0 reads for the k-th pixel of a tile of this shape."""
+        _, rows, cols = shape
+        return (k // (rows * cols) * self.shape[1] + k // cols % rows) * self.shape[2] + k % cols
+
+    def steps(self, shape: Shape) -> list[int]:
+        """Returns the same for the first pixel of each multiply."""
+        return [self.pixel(shape, k) for k in range(0, math.prod(shape), STEP_PIXELS)]
+
+    def group_pixels(self, shape: Shape) -> int:
+        """Returns how many pixels of a box the second 8 pixels of a multiply lie behind the first."""
+        return self.pixel(shape, 8)
+
+
+class Stage(NamedTuple):
+    """What a launch gives a kernel: a tile of pixels, and how it lies in shared memory.
+    Attributes:
+        shape: images, rows and columns of the input.
+        boxes: the boxes of grad_output.
+        bytes: from one stage to the next.
+        stages: of the ring.
+    """
+
+    shape: Shape
+    boxes: Boxes
+    bytes: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Returns the dynamic shared memory of a block."""
+        return FIXED_BYTES + self.stages * self.bytes
+
+    def __str__(self) -> str:
+        images, rows, cols = self.shape
+        return f"tiles of {images} x {rows} x {cols} pixels, {self.stages} stages"
+
+
+class Axes(NamedTuple):
+    """The strides and dilations of a layer."""
+
+    stride: Pair
+    dilation: Pair
+
+
+def _axes_of(geometry: Geometry) -> Axes:
+    return Axes(geometry.stride, geometry.dilation)
+
+
+def boxes_of(axes: Axes, taps: tuple[Pair, Pair], shape: Shape, box_per_tap_col: bool) -> Boxes:
     """Returns the boxes of grad_output of a tile.
     Args:
         taps: rows and columns of taps of a block, and the steps between them.
-        pixels: images, rows and columns of the tile.
     """
-    (phases_h, reach_h), (phases_w, reach_w) = reach_of(geometry, taps, 0), reach_of(geometry, taps, 1)
-    images, rows, cols = pixels
+    (phases_h, reach_h), (phases_w, reach_w) = reach_of(axes, taps, 0), reach_of(axes, taps, 1)
+    images, rows, cols = shape
     if box_per_tap_col:
         phases_w, reach_w = taps[0][1], 0
     return Boxes((images, rows + reach_h, cols + reach_w), phases_h * phases_w)
 
 
-def reach_of(geometry: Geometry, taps: tuple[Pair, Pair], axis: int) -> Pair:
+def reach_of(axes: Axes, taps: tuple[Pair, Pair], axis: int) -> Pair:
     """Returns the phases that the taps of a block touch along an axis, and how far they reach within a phase."""
-    (counts, steps), stride = taps, geometry.stride[axis]
-    pitch = steps[axis] * geometry.dilation[axis]
+    (counts, steps), stride = taps, axes.stride[axis]
+    pitch = steps[axis] * axes.dilation[axis]
     return min(counts[axis], stride // math.gcd(stride, pitch)), (counts[axis] - 1) * pitch // stride
 
 
-def box_shape(problem: Problem, tma_tile: TmaTile) -> tuple[int, int, int]:
-    """Returns images, rows and columns of a box of grad_output."""
-    return _boxes(problem, tma_tile).shape
-
-
-def _boxes(problem: Problem, tma_tile: TmaTile) -> Boxes:
-    tile = tma_tile.tile
-    return boxes_of(problem.geometry, (tile.taps, tile.tap_step), tile.shape, tma_tile.box_per_tap_col)
-
-
-def stage_bytes(problem: Problem, tma_tile: TmaTile) -> int:
-    """Returns the shared memory of a stage."""
-    boxes = _boxes(problem, tma_tile)
-    of_input = tma_tile.input_blocks * box_bytes(tma_tile.tile.shape)
-    return of_input + boxes.per_channel_block * tma_tile.channel_blocks * box_bytes(boxes.shape)
-
-
-def box_bytes(shape: tuple[int, int, int]) -> int:
-    """Returns the shared memory of a box of so many images, rows and columns."""
-    return round_up(shape[0] * shape[1] * shape[2] * ROW_BYTES, BOX_ALIGNMENT)
-
-
-def shared_bytes(problem: Problem, tma_tile: TmaTile) -> int:
-    """Returns the dynamic shared memory of a block."""
-    return BOX_ALIGNMENT + tma_tile.tile.stages * (stage_bytes(problem, tma_tile) + 16)
-
-
 @lru_cache(maxsize=8192)
-def _groups_are_contiguous(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
+def _groups_are_contiguous(shape: Shape, box: Shape) -> bool:
     """Returns whether the two groups of 8 pixels of each multiply are contiguous, and always the same distance
     apart."""
-    _, rows, cols = box
-
-    def position(k: int) -> int:
-        area = tile[1] * tile[2]
-        return (k // area * rows + k // tile[2] % tile[1]) * cols + k % tile[2]
-
-    distance = position(8) - position(0)
+    boxes = Boxes(box, 1)
+    distance, pixels = boxes.group_pixels(shape), math.prod(shape)
+    steps = [(first, boxes.pixel(shape, first)) for first in range(0, pixels, STEP_PIXELS)]
     return all(
-        position(k) == position(k // 16 * 16) + k // 8 % 2 * distance + k % 8 for k in range(math.prod(tile))
+        boxes.pixel(shape, first + i) == at + i // 8 * distance + i % 8
+        for first, at in steps
+        for i in range(STEP_PIXELS)
     )
-
-
-def last_reached(geometry: Geometry, axis: int) -> int:
-    """Returns the last row (column) of the output that some pixel of the input reaches; 0 if there is none."""
-    size, out = (geometry.height, geometry.out_height) if axis == 0 else (geometry.width, geometry.out_width)
-    stride, dilation, padding = geometry.stride[axis], geometry.dilation[axis], geometry.padding[axis]
-    last = 0
-    for k in range(geometry.kernel[axis]):
-        offset = k * dilation - padding
-        meeting = min(size - 1, (out - 1 - offset) // stride)
-        if meeting >= 0:
-            last = max(last, meeting * stride + offset)
-    return last
-
-
-def max_beyond(geometry: Geometry, axis: int) -> int:
-    """Returns how many rows (columns) of zeros beyond the input a tile may have.
-    More of them would meet pixels of the output that belong to no gradient, and zero times infinity is not a
-    number.
-    """
-    g = geometry
-    size = (g.height, g.width)[axis]
-    # Larger maps have the same edge.
-    enough = g.kernel[axis] * g.dilation[axis] + g.padding[axis] + 1
-    return _max_beyond(
-        min(size, enough),
-        g.kernel[axis],
-        g.stride[axis],
-        g.padding[axis],
-        g.dilation[axis],
-        g.output_padding[axis],
-    )
-
-
-@lru_cache(maxsize=4096)
-def _max_beyond(size: int, kernel: int, stride: int, padding: int, dilation: int, output_padding: int) -> int:
-    geometry = Geometry(
-        1, 1, 1, size, 1, (1, kernel), (1, stride), (0, padding), (0, output_padding), (1, dilation)
-    )
-    last = last_reached(geometry, 1)
-    offsets = [k * dilation - padding for k in range(kernel)]
-    real = {q * stride + offset for q in range(size) for offset in offsets}
-    beyond = 0
-    while (size + beyond) * stride + offsets[0] <= last:
-        met = {(size + beyond) * stride + offset for offset in offsets}
-        if any(0 <= at <= last and at not in real for at in met):
-            return beyond
-        beyond += 1
-    return INT32_LIMIT
 
 
 def has_gaps(problem: Problem) -> bool:
@@ -210,40 +238,106 @@ def has_gaps(problem: Problem) -> bool:
     )
 
 
-def candidates(
-    problem: Problem, device: Device, sizes: Sequence[Geometry] | None = None
-) -> Iterator[TmaTile]:
-    """Yields all tiles that fit the maps of these sizes (None: of the problem's own)."""
-    maps = [problem.geometry] if sizes is None else sizes
-    choices = list(dict.fromkeys(pixels for g in maps for pixels in _pixels_of(g)))
-    for taps, tap_step in _tap_choices(problem):
-        # Tiles of one pixel: the others differ from them in nothing else.
-        unfilled = [
-            TmaTile(Tile(warps, 16, warp_n, warp_taps, taps, tap_step, 1, 1, 1, MIN_STAGES, 1, True), False)
-            for warps, warp_n, warp_taps in _warpgroup_choices(problem, math.prod(taps))
+def kernels_of_sizes(problem: Problem, device: Device, sizes: Sequence[Geometry]) -> list[TmaKernel]:
+    """Returns the kernels of a layer whose tiles suit some of these sizes."""
+    found = []
+    suit = sorted(frozenset[int]().union(*(pixels_that_suit(limits_of(size)) for size in sizes)))
+    for taps in _tap_choices(problem):
+        blocks = [
+            (warps, 16, warp_n, warp_taps)
+            for warps, warp_n, warp_taps in _warpgroup_choices(problem, math.prod(taps[0]))
         ]
-        shapes = [
-            (one.tile, one.input_blocks, one.channel_blocks, one.tile.block_m * _staged_row_bytes(one.tile))
-            for one in unfilled
-            if one.fits_registers
-        ]
-        loaded = _loaded(problem, (taps, tap_step), choices) if shapes else ()
-        for pixels, box_per_tap_col, boxes in loaded:
-            input_box, output_boxes = box_bytes(pixels), boxes.per_channel_block * box_bytes(boxes.shape)
-            for tile, input_blocks, channel_blocks, staged in shapes:
-                each = input_blocks * input_box + channel_blocks * output_boxes
-                stages = min(MAX_STAGES, (device.shared_memory_per_block - BOX_ALIGNMENT) // (each + 16))
-                if stages < MIN_STAGES or boxes.per_channel_block * channel_blocks > MAX_BOXES:
-                    continue
-                # A single split stores its sums through the stages' memory.
-                if stages * each >= staged:
-                    yield TmaTile(Tile(*tile[:6], *pixels, stages, 1, True), box_per_tap_col)
+        shifted = reach_of(_axes_of(problem.geometry), taps, 1)[1] > 0
+        for box_per_tap_col, pixels in itertools.product((False, True) if shifted else (False,), suit):
+            loadable = loadable_shapes(_axes_of(problem.geometry), taps, pixels, box_per_tap_col)
+            for block in blocks if loadable else ():
+                kernel = TmaKernel(*block, *taps, pixels, box_per_tap_col)
+                if kernel.fits_registers and stage_of(kernel, *loadable[0], device):
+                    found.append(kernel)
+    return found
 
 
-def _staged_row_bytes(tile: Tile) -> int:
-    """Returns the bytes of one input channel's sums on their way to memory
-    (grad_weight/implicit_gemm_store.cuh)."""
-    return (round_up(tile.block_n * math.prod(tile.taps), 32) + 8) * 4
+def stages_of(geometry: Geometry, kernel: TmaKernel, device: Device) -> list[tuple[int, Stage]]:
+    """Returns the stages with which a kernel may be the fastest for a size, each with the number of tiles that cover
+    the map; none if it does not compute the size correctly."""
+    tiles = covering_tiles(
+        _axes_of(geometry),
+        (kernel.taps, kernel.tap_step),
+        kernel.pixels,
+        kernel.box_per_tap_col,
+        limits_of(geometry),
+    )
+    found = ((count, stage_of(kernel, shape, boxes, device)) for count, shape, boxes in tiles)
+    return [(count, stage) for count, stage in found if stage]
+
+
+def computes_any_size(layer: Problem, kernel: TmaKernel, device: Device) -> bool:
+    """Returns whether a kernel computes every size of a layer, but those whose tiles it cannot count."""
+    shape, taps = usual_shape(kernel.pixels), (kernel.taps, kernel.tap_step)
+    boxes = boxes_of(_axes_of(layer.geometry), taps, shape, kernel.box_per_tap_col)
+    if leaves_sizes(layer.geometry) or not _can_be_loaded(_axes_of(layer.geometry), shape, boxes):
+        return False
+    return stage_of(kernel, shape, boxes, device) is not None
+
+
+def stage_of(kernel: TmaKernel, shape: Shape, boxes: Boxes, device: Device) -> Stage | None:
+    """Returns the stage of a tile of pixels, or None where too few fit into shared memory."""
+    output_boxes = boxes.per_channel_block * kernel.channel_blocks
+    bytes_ = kernel.input_blocks * kernel.pixels * ROW_BYTES + output_boxes * boxes.bytes
+    stages = min(MAX_STAGES, (device.shared_memory_per_block - FIXED_BYTES) // bytes_)
+    # A single split stores its sums through the stages' memory.
+    if stages < MIN_STAGES or output_boxes > MAX_BOXES or stages * bytes_ < kernel.staged_bytes:
+        return None
+    return Stage(shape, boxes, bytes_, stages)
+
+
+@lru_cache(maxsize=4096)
+def covering_tiles(
+    axes: Axes, taps: tuple[Pair, Pair], pixels: int, box_per_tap_col: bool, limits: Limits
+) -> list[tuple[int, Shape, Boxes]]:
+    """Returns the tiles of so many pixels that cover a map, with their number: those of which no other needs fewer and
+    has smaller boxes. They have fewer than twice as many images as the map, if there are such."""
+    loadable = loadable_shapes(axes, taps, pixels, box_per_tap_col)
+    return _fewest(loadable, limits, 2 * limits.batch - 1) or _fewest(loadable, limits, limits.images)
+
+
+def _fewest(
+    loadable: Iterable[tuple[Shape, Boxes]], limits: Limits, most_images: int
+) -> list[tuple[int, Shape, Boxes]]:
+    """Returns those tiles that cover a map and are fewer than all those with smaller boxes."""
+    batch, height, width, beyond, _ = limits
+    any_map, most = beyond == (INT32_LIMIT, INT32_LIMIT), min(most_images, limits.images)
+    narrowest, fewest = min(MIN_COLUMNS, width), INT32_LIMIT
+    found: list[tuple[int, Shape, Boxes]] = []
+    for shape, boxes in loadable:
+        images, rows, cols = shape
+        if images <= most and cols >= narrowest and (any_map or limits.fit(shape)):
+            count = -(-batch // images) * -(-height // rows) * -(-width // cols)
+            if count < fewest:
+                fewest = count
+                if found and found[-1][2].bytes == boxes.bytes:
+                    found.pop()
+                found.append((count, shape, boxes))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def loadable_shapes(
+    axes: Axes, taps: tuple[Pair, Pair], pixels: int, box_per_tap_col: bool
+) -> list[tuple[Shape, Boxes]]:
+    """Returns the tiles of so many pixels that boxes can load, whatever the map, and the boxes, the smallest first."""
+    found = ((shape, boxes_of(axes, taps, shape, box_per_tap_col)) for shape in shapes_of(pixels))
+    return sorted(
+        ((shape, boxes) for shape, boxes in found if _can_be_loaded(axes, shape, boxes)),
+        key=lambda one: one[1].bytes,
+    )
+
+
+def _can_be_loaded(axes: Axes, shape: Shape, boxes: Boxes) -> bool:
+    """Returns whether boxes can load a tile, and the pixels of its multiplies lie as the kernel takes them."""
+    images, rows, cols = boxes.shape
+    most = max(images, (rows - 1) * axes.stride[0] + 1, (cols - 1) * axes.stride[1] + 1)
+    return most <= MAX_BOX and _groups_are_contiguous(shape, boxes.shape)
 
 
 def _counts(taps: int) -> list[int]:
@@ -288,73 +382,3 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int,
             if (groups_n - 1) * warp_n >= g.out_channels_per_group:
                 continue
             yield (4 * groups_m, groups_n, groups_t, 1), warp_n, warp_taps
-
-
-class Limits(NamedTuple):
-    """What the tiles of a map must keep.
-    Attributes:
-        height, width: of the map.
-        beyond: how many rows and columns beyond it a tile may have, so that what lies there meets no pixel that it
-            should not.
-        images: of a tile at most, so that offsets have 32 bits.
-    """
-
-    height: int
-    width: int
-    beyond: Pair
-    images: int
-
-    def fit(self, shape: tuple[int, int, int]) -> bool:
-        """Returns whether tiles of so many images, rows and columns may cover the map."""
-        _, rows, cols = shape
-        return -self.height % rows <= self.beyond[0] and -self.width % cols <= self.beyond[1]
-
-
-def limits_of(geometry: Geometry) -> Limits:
-    """Returns the limits of the tiles of a map."""
-    g = geometry
-    beyond = max_beyond(g, 0), max_beyond(g, 1)
-    return Limits(g.height, g.width, beyond, (INT32_LIMIT - 1) // largest_image(g))
-
-
-def _loaded(
-    problem: Problem, taps: tuple[Pair, Pair], choices: Iterable[tuple[int, int, int]]
-) -> Iterator[tuple[tuple[int, int, int], bool, Boxes]]:
-    """Yields those choices of images, rows and columns of a tile of pixels that boxes can load, whether each tap column
-    has a box of its own, and the boxes."""
-    g = problem.geometry
-    shifted = reach_of(g, taps, 1)[1] > 0
-    for pixels in choices:
-        for box_per_tap_col in (False, True) if shifted else (False,):
-            boxes = boxes_of(g, taps, pixels, box_per_tap_col)
-            images, rows, cols = boxes.shape
-            most = max(images, (rows - 1) * g.stride[0] + 1, (cols - 1) * g.stride[1] + 1)
-            if most <= MAX_BOX and _groups_are_contiguous(pixels, boxes.shape):
-                yield pixels, box_per_tap_col, boxes
-
-
-@lru_cache(maxsize=1024)
-def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
-    g, limits = geometry, limits_of(geometry)
-    widths = {cols for cols in (8, 16, 32, 64) if cols < 2 * g.width} | (
-        {g.width} if g.width <= MAX_WHOLE_SIDE else set()
-    )
-    heights = {rows for rows in (1, 2, 4, 8, 16) if rows < 2 * g.height} | (
-        {g.height} if g.height <= MAX_WHOLE_SIDE else set()
-    )
-    return tuple(
-        (images, rows, cols)
-        for cols, rows, images in itertools.product(
-            sorted(widths), sorted(heights), (1, 2, 4, 8, 16, 32, 64, 128)
-        )
-        if images < 2 * g.batch
-        and 32 <= images * rows * cols <= 256
-        and images * rows * cols % STEP_PIXELS == 0
-        and limits.fit((images, rows, cols))
-    )
-
-
-def leaves_sizes(layer: Problem) -> bool:
-    """Returns whether there are sizes that no tile can cover."""
-    large = layer.geometry._replace(height=1 << 12, width=1 << 12)
-    return min(max_beyond(large, 0), max_beyond(large, 1)) < INT32_LIMIT

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache, partial
 
-from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.copy_clocks import copy_clocks
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices
@@ -15,7 +14,12 @@ from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import tensor_bytes
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import ranked as ranked_schedules
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import Fastest
 from tconv_swap.kernels.problem import Device, Problem
+
+#: Clocks of the copies and the product together beside those of each (100 times of an H200, whose logarithm then has a
+#: standard deviation of 0.08).
+BETWEEN_CLOCKS = 5000
 
 
 def supports_some_size(layer: Problem, device: Device) -> bool:
@@ -53,16 +57,21 @@ def ranked(among: Iterable[Schedule], problem: Problem, device: Device) -> list[
     reduced = problem.weight_channels_last
     return [
         Ranked(
-            expected(problem.geometry, clocks),
-            partial(grad_weight_tma.lower, copies, schedule, splits, False, reduced),
+            expected(problem, best),
+            partial(grad_weight_tma.lower, copies, schedule, best.stage, best.splits, False, reduced),
         )
-        for clocks, splits, schedule in ranked_schedules(among, problem.geometry, device)
+        for best, schedule in ranked_schedules(tuple(among), problem.geometry, device)
     ]
 
 
-def expected(geometry: Geometry, of_product: float, copied_share: float = 1.0) -> float:
-    """Returns the expected clocks of the launches that compute (``of_product``) and of those that copy the input and
-    grad_output. ``copied_share``: of the copy of grad_output, which the gradient of the input may read too."""
-    of_input = 2 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
-    of_grad_output = tensor_bytes(geometry, 2) - of_input
-    return of_product + copy_clocks(2 * (of_input + copied_share * of_grad_output), 1 + copied_share)
+def expected(problem: Problem, product: Fastest, copied_share: float = 1.0) -> float:
+    """Returns the expected clocks of the launches that compute (``product``) and of those that copy the input and
+    grad_output, and the gradient of a single split to NCHW. ``copied_share``: of the copy of grad_output, which the
+    gradient of the input may read too."""
+    g = problem.geometry
+    of_input = 2 * g.batch * g.in_channels * g.height * g.width
+    of_grad_output = tensor_bytes(g, 2) - of_input
+    back = product.splits == 1 and not problem.weight_channels_last
+    of_gradient = 2 * g.in_channels * g.out_channels_per_group * g.taps if back else 0
+    copied = of_input + copied_share * of_grad_output + of_gradient
+    return product.clocks + BETWEEN_CLOCKS + copy_clocks(2 * copied, 1 + copied_share + back)

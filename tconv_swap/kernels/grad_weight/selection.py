@@ -35,7 +35,7 @@ from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_n
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1_clocks
 from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import leaves_sizes
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import computes_any_size
 from tconv_swap.kernels.grad_weight.layer import has_pixels, of_any_size
 from tconv_swap.kernels.gradients.joint_kernels import joint_kernels
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
@@ -173,18 +173,19 @@ def _of_tma(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterat
     read = _read(layer)
     if not grad_weight_tma.supports(read, device):
         return
-    every = not copied and not leaves_sizes(read)
-    extra = [
-        grad_weight_nchw_to_nhwc.expected(g, 0.0, COPY_SHARE)
-        if copied and grad_weight_nchw_to_nhwc.supports(layer._replace(geometry=g), device)
-        else math.inf
-        if copied
-        else 0.0
-        for g in sizes
-    ]
+    posed = [layer._replace(geometry=geometry) for geometry in sizes]
+    possible = [not copied or grad_weight_nchw_to_nhwc.supports(problem, device) for problem in posed]
     pool = grad_weight_tma_choice.pool(read, device, tuple(sizes))
-    for one, clocks in grad_weight_tma_choice.clocks_of_sizes(pool, sizes, device):
-        times = [of_size + more for of_size, more in zip(clocks, extra, strict=True)]
+    for one, found in grad_weight_tma_choice.fastest_of_sizes(pool, sizes, device):
+        times = [
+            math.inf
+            if best is None or not may
+            else grad_weight_nchw_to_nhwc.expected(problem, best, COPY_SHARE)
+            if copied
+            else best.clocks
+            for problem, may, best in zip(posed, possible, found, strict=True)
+        ]
+        every = not copied and computes_any_size(read, one.kernel, device)
         yield Timed("implicit_gemm_tma", one, times, every)
 
 

@@ -3,6 +3,7 @@ computes, the limits of its tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -12,12 +13,18 @@ from harness import assert_kernel_matches
 from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call
-from tconv_swap.geometry import Geometry
+from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma import lower, supports
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import split_choices, works_of
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaTile, candidates, shared_bytes
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import cuts_of, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
+    Stage,
+    TmaKernel,
+    computes_any_size,
+    kernels_of_sizes,
+    stages_of,
+)
 from tconv_swap.kernels.grad_weight.layer import pixel_tiles, reads_all_of_grad_output
 from tconv_swap.runtime import launch
 from tconv_swap.runtime.program import ArgumentKind, Output, Plan
@@ -78,21 +85,28 @@ def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> Non
     assert not supports(problem(gaps._replace(in_channels=24)), H200)
 
 
-def possible_splits(posed: plan.Problem, tma_tile: TmaTile, device: plan.Device) -> list[int]:
+def candidates(posed: plan.Problem, device: plan.Device, *others: Geometry) -> list[tuple[TmaKernel, Stage]]:
+    """Returns the kernels of a layer of this size and ``others`` with the stages with which they compute this size."""
+    kernels = kernels_of_sizes(posed, device, (posed.geometry, *others))
+    return [(one, stage) for one in kernels for _, stage in stages_of(posed.geometry, one, device)]
+
+
+def possible_splits(posed: plan.Problem, kernel: TmaKernel, stage: Stage, device: plan.Device) -> list[int]:
     """Returns into how many splits the pixels may be cut."""
-    tiles = pixel_tiles(posed.geometry, tma_tile.tile.shape)
-    return split_choices(next(works_of(posed, (tma_tile,))), tiles, device)
+    work = work_of(posed, kernel, device)
+    tiles = pixel_tiles(posed.geometry, stage.shape)
+    return [one.splits for one in cuts_of(work.blocks, work.split_bytes, tiles, device)]
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(geometry: Geometry) -> None:
     posed = problem(geometry)
-    found = list(candidates(posed, H200))
+    found = candidates(posed, H200)
     assert found
-    for tma_tile in random.Random(0).sample(found, min(40, len(found))):
-        assert shared_bytes(posed, tma_tile) <= H200.shared_memory_per_block
-        for splits in possible_splits(posed, tma_tile, H200):
-            part = lower(posed, Schedule(posed, tma_tile, next(works_of(posed, (tma_tile,)))), splits, False)
+    for kernel, stage in random.Random(0).sample(found, min(40, len(found))):
+        assert stage.shared_bytes <= H200.shared_memory_per_block
+        for splits in possible_splits(posed, kernel, stage, H200):
+            part = lower(posed, Schedule(posed, kernel, work_of(posed, kernel, H200)), stage, splits, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
             # Whole tiles may be four times the gradient: taps and channels may not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
@@ -106,10 +120,111 @@ def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(
 def test_tiles_never_read_pixels_that_no_tap_reaches() -> None:
     """Offsets 0, 4, 8 at stride 5 leave gaps that pixels beyond the last would read."""
     geometry = Geometry(8, 64, 16, 13, 64, (1, 3), (1, 5), dilation=(1, 4))
-    tiles = list(candidates(problem(geometry), H200))
-    assert {tma_tile.tile.cols for tma_tile in tiles} <= {13}
-    without = list(candidates(problem(geometry._replace(dilation=(1, 1))), H200))
-    assert {tma_tile.tile.cols for tma_tile in without} >= {8, 16}
+    tiles = candidates(problem(geometry), H200)
+    assert {stage.shape[2] for _, stage in tiles} <= {13}
+    without = candidates(problem(geometry._replace(dilation=(1, 1))), H200)
+    assert {stage.shape[2] for _, stage in without} - {13}
+
+
+def bytes_of_pixel(
+    kernel: TmaKernel, stage: Stage, words: tuple[int, ...], g: Geometry, tap: Pair, k: int
+) -> int:
+    """Returns where a multiply reads what a tap of a block reads for the k-th pixel of a tile, from the first box of
+    grad_output on: the arithmetic of implicit_gemm_tma.{cu,cuh}, emulated."""
+    box_cols, box_bytes, group_pixels, *_ = words[19:22]
+    rows, cols = (
+        (at * step * dilation, stride // math.gcd(stride, step * dilation), stride)
+        for at, step, dilation, stride in zip(tap, kernel.tap_step, g.dilation, g.stride, strict=True)
+    )
+    phase_row, shift_row = tap[0] % rows[1], rows[0] // rows[2]
+    phase_col, shift_col = tap[1] % cols[1], cols[0] // cols[2]
+    columns = min(kernel.taps[1], cols[1])
+    if kernel.box_per_tap_col:
+        phase_col, shift_col, columns = tap[1], 0, kernel.taps[1]
+    box = (phase_row * columns + phase_col) * kernel.channel_blocks
+    pixel = shift_row * box_cols + shift_col + k % 16 // 8 * group_pixels + k % 8
+    return box * box_bytes + pixel * 128 + words[24 + k // 16] * 16
+
+
+def where_it_was_loaded(
+    kernel: TmaKernel, stage: Stage, g: Geometry, tap: Pair, k: int
+) -> tuple[int, int] | None:
+    """Returns the box, and the pixel in it, that hold what a tap reads for the k-th pixel, counted by where the boxes
+    begin in grad_output."""
+    _, tile_rows, tile_cols = stage.shape
+    image, row, col = k // (tile_rows * tile_cols), k // tile_cols % tile_rows, k % tile_cols
+    pitches = [step * dilation for step, dilation in zip(kernel.tap_step, g.dilation, strict=True)]
+    wanted = [
+        at * stride + i * pitch
+        for at, stride, i, pitch in zip((row, col), g.stride, tap, pitches, strict=True)
+    ]
+    periods = [stride // math.gcd(stride, pitch) for stride, pitch in zip(g.stride, pitches, strict=True)]
+    phase_rows, phase_cols = (min(count, period) for count, period in zip(kernel.taps, periods, strict=True))
+    begins = [
+        ((i, j), i * pitches[0] % g.stride[0], j * pitches[1] % g.stride[1])
+        for i in range(phase_rows)
+        for j in range(phase_cols)
+    ]
+    if kernel.box_per_tap_col:
+        phase_cols = kernel.taps[1]
+        begins = [
+            ((i, j), i * pitches[0] % g.stride[0], j * pitches[1])
+            for i in range(phase_rows)
+            for j in range(phase_cols)
+        ]
+    _, box_rows, box_cols = stage.boxes.shape
+    for (i, j), first_row, first_col in begins:
+        (down, off_row), (across, off_col) = (
+            divmod(at - first, stride)
+            for at, first, stride in zip(wanted, (first_row, first_col), g.stride, strict=True)
+        )
+        if kernel.box_per_tap_col and j != tap[1]:
+            continue
+        if not off_row and not off_col and 0 <= down < box_rows and 0 <= across < box_cols:
+            return (i * phase_cols + j) * kernel.channel_blocks, (image * box_rows + down) * box_cols + across
+    return None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_multiplies_read_what_the_boxes_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    posed, tiles = posed_at_random(rng, torch.float16, H200)
+    for kernel, stage in rng.sample(tiles, min(6, len(tiles))):
+        part = lower(posed, Schedule(posed, kernel, work_of(posed, kernel, H200)), stage, 1, False)
+        (words,) = part.launches[0].structs
+        assert words[16:19] == stage.shape
+        assert words[23] == stage.stages
+        input_map, output_map = part.launches[0].tensor_maps
+        loaded = (kernel.input_blocks, stage.boxes.per_channel_block * kernel.channel_blocks)
+        boxes = (math.prod(input_map.box), math.prod(stage.boxes.shape) * output_map.box[0])
+        assert words[22] == 2 * sum(count * box for count, box in zip(loaded, boxes, strict=True))
+        for tap in itertools.product(*map(range, kernel.taps)):
+            for k in range(kernel.pixels):
+                at = where_it_was_loaded(kernel, stage, posed.geometry, tap, k)
+                assert at is not None
+                box, pixel = at
+                found = bytes_of_pixel(kernel, stage, words, posed.geometry, tap, k)
+                assert found == box * stage.boxes.bytes + pixel * 128
+
+
+def test_a_kernel_computes_sizes_that_its_tiles_do_not_suit() -> None:
+    """Tiles may have more images than the map, or rows and columns beyond it, if no other covers it."""
+    posed = problem(MASKRCNN)
+    kernels = [one for one in kernels_of_sizes(posed, H200, (MASKRCNN,)) if one.pixels == 112]
+    assert kernels
+    for kernel in kernels:
+        assert computes_any_size(posed, kernel, H200)
+        for batch, side in itertools.product((1, 2, 40), (1, 3, 7, 64)):
+            size = MASKRCNN._replace(batch=batch, height=side, width=side)
+            found = stages_of(size, kernel, H200)
+            assert found
+            for tiles, stage in found:
+                assert math.prod(stage.shape) == 112
+                assert tiles == pixel_tiles(size, stage.shape)
+                assert stage.shape[0] < 2 * batch or all(one.shape[0] >= 2 * batch for _, one in found)
+    # Maps of one pixel are taken many at a time.
+    *_, (fewest, _) = stages_of(MASKRCNN._replace(batch=40, height=1, width=1), kernels[0], H200)
+    assert fewest <= 3
 
 
 def test_boxes_begin_at_whole_pieces_of_memory() -> None:
@@ -151,9 +266,9 @@ def random_geometry(rng: random.Random) -> Geometry:
             return geometry
 
 
-def forced(posed: plan.Problem, tma_tile: TmaTile, splits: int, with_bias: bool) -> Plan:
+def forced(posed: plan.Problem, kernel: TmaKernel, stage: Stage, splits: int, with_bias: bool) -> Plan:
     g = posed.geometry
-    part = lower(posed, Schedule(posed, tma_tile, next(works_of(posed, (tma_tile,)))), splits, with_bias)
+    part = lower(posed, Schedule(posed, kernel, work_of(posed, kernel, H200)), stage, splits, with_bias)
     assert any(a.kind is ArgumentKind.TENSOR_MAP for a in part.launches[0].arguments)
     outputs = [Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,))]
     return Plan(part.family, part.why, tuple(outputs[: 1 + with_bias]), part.launches, part.workspace_bytes)
@@ -161,12 +276,14 @@ def forced(posed: plan.Problem, tma_tile: TmaTile, splits: int, with_bias: bool)
 
 def posed_at_random(
     rng: random.Random, dtype: torch.dtype, facts: plan.Device
-) -> tuple[plan.Problem, list[TmaTile]]:
+) -> tuple[plan.Problem, list[tuple[TmaKernel, Stage]]]:
     while True:
         posed = plan.Problem(random_geometry(rng), dtype, "ieee", True, rng.random() < 0.5)
-        tiles = list(candidates(posed, facts)) if supports(posed, facts) else []
+        # Kernels of another size may have no tile that suits this one.
+        others = [posed.geometry._replace(batch=64, height=14, width=14)] if rng.random() < 0.3 else []
+        tiles = candidates(posed, facts, *others) if supports(posed, facts) else []
         if rng.random() < 0.4:
-            tiles = [one for one in tiles if one.box_per_tap_col] or tiles
+            tiles = [one for one in tiles if one[0].box_per_tap_col] or tiles
         if tiles:
             return posed, tiles
 
@@ -185,9 +302,10 @@ def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     posed, tiles = posed_at_random(rng, (torch.float16, torch.bfloat16)[seed % 2], facts)
-    tma_tile = rng.choice(tiles)
+    kernel, stage = rng.choice(tiles)
     with_bias = reads_all_of_grad_output(posed.geometry)
-    made = forced(posed, tma_tile, rng.choice(possible_splits(posed, tma_tile, facts)), with_bias)
+    splits = rng.choice(possible_splits(posed, kernel, stage, facts))
+    made = forced(posed, kernel, stage, splits, with_bias)
     layouts, mask = (True, posed.weight_channels_last), (False, True, with_bias)
     assert_kernel_matches(made, posed.geometry, posed.dtype, layouts, TOLERANCE[posed.dtype], mask)
 
@@ -207,10 +325,10 @@ def test_an_infinity_that_no_tap_reads_does_not_reach_the_gradient(size: int, di
     )
     assert not reached.all()
     grad = grad.masked_fill(~reached, float("inf")).contiguous(memory_format=torch.channels_last)
-    tiles = list(candidates(posed, facts))
+    tiles = candidates(posed, facts)
     assert tiles
-    for tma_tile in random.Random(0).sample(tiles, min(6, len(tiles))):
-        made = forced(posed, tma_tile, 1, False)
+    for kernel, stage in random.Random(0).sample(tiles, min(6, len(tiles))):
+        made = forced(posed, kernel, stage, 1, False)
         handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
         (gradient,) = torch.ops.tconv_swap.launch.default(handle, [grad, x, None])
         assert torch.isfinite(gradient).all(), made.why

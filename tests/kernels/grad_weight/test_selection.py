@@ -333,7 +333,7 @@ def test_a_part_of_the_copy_of_grad_output_counts(monkeypatch: pytest.MonkeyPatc
     """Were it free, more kernels would read copies; if all of it counted, fewer would."""
 
     def kernels_that_read_copies() -> int:
-        layers = (layer_of(problem_of(name)) for name in ("cyclegan2", "unet4", "sam_up1"))
+        layers = (layer_of(problem_of(name)) for name in ("maskrcnn", "unet4", "kb81"))
         return sum(len(selected(layer).implicit_gemm_tma) for layer in layers)
 
     found = kernels_that_read_copies()

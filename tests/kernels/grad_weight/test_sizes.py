@@ -4,6 +4,7 @@ which of them a layer has."""
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma_tile as grad_weight_tma_tile
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma_shape as grad_weight_tma_shape
 from tconv_swap.kernels.grad_weight.selection import Kernels, kernels_of, layer_of, representatives
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
 from tconv_swap.runtime import jit
@@ -129,9 +130,9 @@ class PixelSizes:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
         self.splits, self.split_tiles, self.longer_splits, self.flush, self.through_workspace = words[5:10]
         self.image_tiles, self.row_tiles = words[10:13], words[13:16]
-        #: Of ``Im2colNhwcSizes``: images, rows and columns of a stage.
+        #: Images, rows and columns of a tile, where the launch gives them.
         self.stage = words[16:19]
-        assert len(words) in (16, 21)
+        assert len(words) in (16, 21, 40)
 
     def first_tile(self, split: int) -> int:
         return split * self.split_tiles + min(split, self.longer_splits)
@@ -167,14 +168,15 @@ def random_part(
 def test_every_pixel_is_in_one_tile_of_one_split(seed: int) -> None:
     problem, main, _ = random_part(random.Random(seed))
     g, sizes, constants = problem.geometry, PixelSizes(main.structs[0]), dict(main.kernel.constants)
-    if sizes.stage:  # im2col_nhwc
-        images, rows, cols = sizes.stage
+    of_kernel = (int(constants.get(name, 0)) for name in ("TILE_N", "TILE_H", "TILE_W"))
+    images, rows, cols = sizes.stage or of_kernel
+    if main.kernel.entry == "grad_weight_im2col_nhwc":
         assert main.structs[0][19] == cols.bit_length() - 1
         assert images * rows * cols == 32
         if sizes.batch < g.batch:  # as rows of one image
             g = g._replace(batch=1, height=g.batch * g.height)
     else:
-        images, rows, cols = (int(constants[name]) for name in ("TILE_N", "TILE_H", "TILE_W"))
+        assert images * rows * cols == constants.get("TILE_PIXELS", images * rows * cols)
         assert (sizes.out_height, sizes.out_width) == (g.out_height, g.out_width)
     assert (sizes.batch, sizes.height, sizes.width) == (g.batch, g.height, g.width)
     assert main.grid % sizes.splits == 0
@@ -207,7 +209,10 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     copies = sizes.splits * int(constants["WARPS_K"])
     longest = sizes.tiles_of(0)
     step = 8 if problem.dtype == torch.float32 else 16
-    pixels = int(constants["TILE_N"]) * int(constants["TILE_H"]) * int(constants["TILE_W"])
+    if sizes.stage:
+        pixels = math.prod(sizes.stage)
+    else:
+        pixels = math.prod(int(constants[name]) for name in ("TILE_N", "TILE_H", "TILE_W"))
     multiplies = pixels // step // int(constants["WARPS_K"])
     # So few multiplies into the same sums that their truncation does not show.
     assert min(sizes.flush, longest) * multiplies < 2 * 1024 or min(sizes.flush, longest) == 1
@@ -257,13 +262,13 @@ def test_zeros_beyond_the_input_meet_no_pixel_that_belongs_to_no_gradient() -> N
         if geometry.out_width <= 0:
             continue
         side = rng.choice((4, 6, 8, 14, 16, 32, 64))
-        fits = -geometry.width % side <= grad_weight_tma_tile.max_beyond(geometry, 1)
+        fits = -geometry.width % side <= grad_weight_tma_shape.max_beyond(geometry, 1)
         assert fits == (not unreached_by_definition(geometry, side)), geometry
         forbidden += not fits
         offsets = [k * dilation - geometry.padding[1] for k in range(kernel)]
         real = [q * stride + o for o in offsets for q in range(geometry.width)]
         last = max((at for at in real if 0 <= at < geometry.out_width), default=0)
-        assert grad_weight_tma_tile.last_reached(geometry, 1) == last
+        assert grad_weight_tma_shape.last_reached(geometry, 1) == last
     assert forbidden > 100
 
 
