@@ -69,6 +69,8 @@ def test_no_kernel_spills(geometry: Geometry) -> None:
             kernel = product_of(im2col_nchw.lower(posed, tile, H200, with_bias=False)).kernel
             _, log = jit.compile_with_log(kernel, H200.architecture)
             compiled[shape] = set(re.findall(r"(\d+) bytes spill", log))
+            # With 3 x 2 x 96 ptxas had too few registers, and the multiplies waited for one another.
+            assert "are serialized" not in log, shape
     assert len(compiled) > 8
     assert all(spilled == {"0"} for spilled in compiled.values()), compiled
 
