@@ -9,8 +9,14 @@ from functools import lru_cache
 from operator import itemgetter
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.schedules import EVERY, best_of_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import Fastest, Work, fastest, work_of
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import TmaKernel, kernels_of_sizes, stages_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
+    TmaKernel,
+    computes_any_size,
+    kernels_of_sizes,
+    stages_of,
+)
 from tconv_swap.kernels.problem import Device, Problem
 
 
@@ -38,13 +44,22 @@ def ranked(among: tuple[Schedule, ...], geometry: Geometry, device: Device) -> l
 def fastest_of_sizes(
     among: Iterable[Schedule], sizes: Sequence[Geometry], device: Device
 ) -> Iterator[tuple[Schedule, list[Fastest | None]]]:
-    """Yields the schedules with what is expected to be the fastest for each size, None where one does not compute it.
-    Of those that differ in nothing that counts, it yields the first."""
+    """Yields the schedules that are among the fastest for some of the sizes, with what is expected to be the fastest
+    for each size, None where one does not compute it. Of those that differ in nothing that counts, it considers the
+    first."""
     different: dict[tuple[Hashable, ...], Schedule] = {}
     for one in among:
         different.setdefault((one.work, one.kernel.loads), one)
-    for one in different.values():
-        yield one, [fastest(one.work, stages_of(size, one.kernel, device), size, device) for size in sizes]
+
+    def of_size(one: Schedule, size: Geometry) -> Fastest | None:
+        return fastest(one.work, stages_of(size, one.kernel, device), size, device)
+
+    timed = (
+        [(best.clocks, one) for one in different.values() if (best := of_size(one, size))]
+        for size in sizes[::EVERY]
+    )
+    for one in best_of_sizes(timed, lambda one: computes_any_size(one.problem, one.kernel, device)):
+        yield one, [of_size(one, size) for size in sizes]
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,6 @@ The functions are pure."""
 
 from __future__ import annotations
 
-import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -105,34 +104,35 @@ def limits_of(geometry: Geometry) -> Limits:
 
 
 @lru_cache(maxsize=1024)
-def pixels_that_suit(limits: Limits) -> frozenset[int]:
+def pixels_that_suit(limits: Limits) -> tuple[int, ...]:
     """Returns how many pixels tiles have that are not far larger than a map, nor cover it badly."""
-    _, height, width, *_ = limits
-    widths = {cols for cols in (8, 16, 32, 64) if cols < 2 * width}
-    heights = {rows for rows in (1, 2, 4, 8, 16) if rows < 2 * height}
-    widths |= {width} if width <= MAX_WHOLE_SIDE else set()
-    heights |= {height} if height <= MAX_WHOLE_SIDE else set()
-    return frozenset(
-        images * rows * cols
-        for images, rows, cols in itertools.product((1, 2, 4, 8, 16, 32, 64, 128), heights, widths)
-        if images < 2 * limits.batch
-        and MIN_PIXELS <= images * rows * cols <= MAX_PIXELS
-        and images * rows * cols % STEP_PIXELS == 0
-        and limits.fit((images, rows, cols))
+    sizes = range(MIN_PIXELS, MAX_PIXELS + 1, STEP_PIXELS)
+    return tuple(
+        pixels
+        for pixels in sizes
+        if any(
+            images < 2 * limits.batch
+            and rows < 2 * limits.height
+            and (cols < 2 * limits.width)
+            and limits.fit((images, rows, cols))
+            for images, rows, cols in shapes_of(pixels, limits.height, limits.width)
+        )
     )
 
 
-@lru_cache(maxsize=64)
-def shapes_of(pixels: int) -> tuple[Shape, ...]:
-    """Returns the tiles of so many pixels, those of few images first."""
-    found = {
+@lru_cache(maxsize=4096)
+def shapes_of(pixels: int, height: int, width: int) -> tuple[Shape, ...]:
+    """Returns the tiles of so many pixels whose images, rows and columns are powers of two, or as many rows or columns
+    as a map, those of few images first."""
+    heights = {1, 2, 4, 8, 16} | ({height} if height <= MAX_WHOLE_SIDE else set())
+    widths = {4, 8, 16, 32, 64} | ({width} if width <= MAX_WHOLE_SIDE else set())
+    images = {
         (pixels // (rows * cols), rows, cols)
-        for rows, cols in itertools.product(
-            range(1, MAX_WHOLE_SIDE + 1), (*range(1, MAX_WHOLE_SIDE + 1), 32, 64)
-        )
+        for rows in heights
+        for cols in widths
         if pixels % (rows * cols) == 0
     }
-    return tuple(sorted(found | {usual_shape(pixels)}))
+    return tuple(sorted(one for one in images if one[0] & (one[0] - 1) == 0))
 
 
 def usual_shape(pixels: int) -> Shape:

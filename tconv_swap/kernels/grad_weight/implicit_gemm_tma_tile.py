@@ -36,8 +36,6 @@ FIXED_BYTES = 2 * BOX_ALIGNMENT
 MAX_STAGES, MIN_STAGES = 8, 3
 #: Boxes of grad_output in a stage.
 MAX_BOXES = 32
-#: Columns of a tile, unless the map has fewer: narrower ones were not measured.
-MIN_COLUMNS = 4
 
 
 class TmaKernel(NamedTuple):
@@ -241,15 +239,21 @@ def has_gaps(problem: Problem) -> bool:
 def kernels_of_sizes(problem: Problem, device: Device, sizes: Sequence[Geometry]) -> list[TmaKernel]:
     """Returns the kernels of a layer whose tiles suit some of these sizes."""
     found = []
-    suit = sorted(frozenset[int]().union(*(pixels_that_suit(limits_of(size)) for size in sizes)))
+    suiting: dict[int, list[tuple[Shape, ...]]] = {}
+    for limits in map(limits_of, sizes):
+        for pixels in pixels_that_suit(limits):
+            suiting.setdefault(pixels, []).append(shapes_of(pixels, limits.height, limits.width))
     for taps in _tap_choices(problem):
         blocks = [
             (warps, 16, warp_n, warp_taps)
             for warps, warp_n, warp_taps in _warpgroup_choices(problem, math.prod(taps[0]))
         ]
         shifted = reach_of(_axes_of(problem.geometry), taps, 1)[1] > 0
-        for box_per_tap_col, pixels in itertools.product((False, True) if shifted else (False,), suit):
-            loadable = loadable_shapes(_axes_of(problem.geometry), taps, pixels, box_per_tap_col)
+        for box_per_tap_col, pixels in itertools.product(
+            (False, True) if shifted else (False,), sorted(suiting)
+        ):
+            shapes = tuple(dict.fromkeys(shape for of_size in suiting[pixels] for shape in of_size))
+            loadable = loadable_shapes(_axes_of(problem.geometry), taps, pixels, box_per_tap_col, shapes)
             for block in blocks if loadable else ():
                 kernel = TmaKernel(*block, *taps, pixels, box_per_tap_col)
                 if kernel.fits_registers and stage_of(kernel, *loadable[0], device):
@@ -295,10 +299,16 @@ def stage_of(kernel: TmaKernel, shape: Shape, boxes: Boxes, device: Device) -> S
 def covering_tiles(
     axes: Axes, taps: tuple[Pair, Pair], pixels: int, box_per_tap_col: bool, limits: Limits
 ) -> list[tuple[int, Shape, Boxes]]:
-    """Returns the tiles of so many pixels that cover a map, with their number: those of which no other needs fewer and
-    has smaller boxes. They have fewer than twice as many images as the map, if there are such."""
-    loadable = loadable_shapes(axes, taps, pixels, box_per_tap_col)
-    return _fewest(loadable, limits, 2 * limits.batch - 1) or _fewest(loadable, limits, limits.images)
+    """Returns the tiles of so many pixels that suit a map, with their number: those of which no other needs fewer and
+    has smaller boxes. They have fewer than twice as many images as the map, if there are such; the usual one, if none
+    suits it."""
+    sides = limits.height, limits.width
+    loadable = loadable_shapes(axes, taps, pixels, box_per_tap_col, shapes_of(pixels, *sides))
+    found = _fewest(loadable, limits, 2 * limits.batch - 1) or _fewest(loadable, limits, limits.images)
+    usual = (usual_shape(pixels),)
+    return found or _fewest(
+        loadable_shapes(axes, taps, pixels, box_per_tap_col, usual), limits, limits.images
+    )
 
 
 def _fewest(
@@ -307,11 +317,10 @@ def _fewest(
     """Returns those tiles that cover a map and are fewer than all those with smaller boxes."""
     batch, height, width, beyond, _ = limits
     any_map, most = beyond == (INT32_LIMIT, INT32_LIMIT), min(most_images, limits.images)
-    narrowest, fewest = min(MIN_COLUMNS, width), INT32_LIMIT
-    found: list[tuple[int, Shape, Boxes]] = []
+    fewest, found = INT32_LIMIT, list[tuple[int, Shape, Boxes]]()
     for shape, boxes in loadable:
         images, rows, cols = shape
-        if images <= most and cols >= narrowest and (any_map or limits.fit(shape)):
+        if images <= most and (any_map or limits.fit(shape)):
             count = -(-batch // images) * -(-height // rows) * -(-width // cols)
             if count < fewest:
                 fewest = count
@@ -323,10 +332,14 @@ def _fewest(
 
 @lru_cache(maxsize=4096)
 def loadable_shapes(
-    axes: Axes, taps: tuple[Pair, Pair], pixels: int, box_per_tap_col: bool
+    axes: Axes,
+    taps: tuple[Pair, Pair],
+    pixels: int,
+    box_per_tap_col: bool,
+    shapes: tuple[Shape, ...],
 ) -> list[tuple[Shape, Boxes]]:
-    """Returns the tiles of so many pixels that boxes can load, whatever the map, and the boxes, the smallest first."""
-    found = ((shape, boxes_of(axes, taps, shape, box_per_tap_col)) for shape in shapes_of(pixels))
+    """Returns those tiles that boxes can load, and the boxes, the smallest first."""
+    found = ((shape, boxes_of(axes, taps, shape, box_per_tap_col)) for shape in shapes)
     return sorted(
         ((shape, boxes) for shape, boxes in found if _can_be_loaded(axes, shape, boxes)),
         key=lambda one: one[1].bytes,
