@@ -16,7 +16,7 @@ STEP_PIXELS, MIN_PIXELS, MAX_PIXELS = 16, 32, 256
 MAX_WHOLE_SIDE = 16
 
 #: Images, rows and columns of a tile of pixels.
-Shape = tuple[int, int, int]
+PixelShape = tuple[int, int, int]
 
 
 def last_reached(geometry: Geometry, axis: int) -> int:
@@ -83,13 +83,13 @@ class Limits(NamedTuple):
     beyond: Pair
     images: int
 
-    def fit(self, shape: Shape) -> bool:
+    def fit(self, shape: PixelShape) -> bool:
         """Returns whether tiles of so many images, rows and columns may cover the map."""
         images, rows, cols = shape
         beyond = -self.height % rows <= self.beyond[0] and -self.width % cols <= self.beyond[1]
         return beyond and images <= self.images and self.tiles(shape) < INT32_LIMIT
 
-    def tiles(self, shape: Shape) -> int:
+    def tiles(self, shape: PixelShape) -> int:
         """Returns how many tiles cover the map."""
         images, rows, cols = shape
         return -(-self.batch // images) * -(-self.height // rows) * -(-self.width // cols)
@@ -113,7 +113,7 @@ def pixels_that_suit(limits: Limits) -> tuple[int, ...]:
         if any(
             images < 2 * limits.batch
             and rows < 2 * limits.height
-            and (cols < 2 * limits.width)
+            and cols < 2 * limits.width
             and limits.fit((images, rows, cols))
             for images, rows, cols in shapes_of(pixels, limits.height, limits.width)
         )
@@ -121,7 +121,7 @@ def pixels_that_suit(limits: Limits) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shapes_of(pixels: int, height: int, width: int) -> tuple[Shape, ...]:
+def shapes_of(pixels: int, height: int, width: int) -> tuple[PixelShape, ...]:
     """Returns the tiles of so many pixels whose images, rows and columns are powers of two, or as many rows or columns
     as a map, those of few images first."""
     heights = {1, 2, 4, 8, 16} | ({height} if height <= MAX_WHOLE_SIDE else set())
@@ -135,7 +135,7 @@ def shapes_of(pixels: int, height: int, width: int) -> tuple[Shape, ...]:
     return tuple(sorted(one for one in images if one[0] & (one[0] - 1) == 0))
 
 
-def usual_shape(pixels: int) -> Shape:
+def usual_shape(pixels: int) -> PixelShape:
     """Returns the tile of so many pixels that boxes can load whatever the map."""
     return 1, pixels // 8, 8
 

@@ -14,7 +14,7 @@ from tconv_swap.kernels.common.hardware import MAX_BOX, MAX_REGISTERS, REGISTERS
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_shape import (
     STEP_PIXELS,
     Limits,
-    Shape,
+    PixelShape,
     leaves_sizes,
     limits_of,
     pixels_that_suit,
@@ -132,7 +132,7 @@ class Boxes(NamedTuple):
         per_channel_block: boxes for each 64 output channels.
     """
 
-    shape: Shape
+    shape: PixelShape
     per_channel_block: int
 
     @property
@@ -145,16 +145,16 @@ class Boxes(NamedTuple):
         """Returns the bytes from a box to the next."""
         return round_up(self.copied_bytes, BOX_ALIGNMENT)
 
-    def pixel(self, shape: Shape, k: int) -> int:
+    def pixel(self, shape: PixelShape, k: int) -> int:
         """Returns which pixel of a box tap 0 reads for the k-th pixel of a tile of this shape."""
         _, rows, cols = shape
         return (k // (rows * cols) * self.shape[1] + k // cols % rows) * self.shape[2] + k % cols
 
-    def steps(self, shape: Shape) -> list[int]:
+    def steps(self, shape: PixelShape) -> list[int]:
         """Returns the same for the first pixel of each multiply."""
         return [self.pixel(shape, k) for k in range(0, math.prod(shape), STEP_PIXELS)]
 
-    def group_pixels(self, shape: Shape) -> int:
+    def group_pixels(self, shape: PixelShape) -> int:
         """Returns how many pixels of a box the second 8 pixels of a multiply lie behind the first."""
         return self.pixel(shape, 8)
 
@@ -168,7 +168,7 @@ class Stage(NamedTuple):
         stages: of the ring.
     """
 
-    shape: Shape
+    shape: PixelShape
     boxes: Boxes
     bytes: int
     stages: int
@@ -194,7 +194,7 @@ def _axes_of(geometry: Geometry) -> Axes:
     return Axes(geometry.stride, geometry.dilation)
 
 
-def boxes_of(axes: Axes, taps: tuple[Pair, Pair], shape: Shape, box_per_tap_col: bool) -> Boxes:
+def boxes_of(axes: Axes, taps: tuple[Pair, Pair], shape: PixelShape, box_per_tap_col: bool) -> Boxes:
     """Returns the boxes of grad_output of a tile.
     Args:
         taps: rows and columns of taps of a block, and the steps between them.
@@ -214,7 +214,7 @@ def reach_of(axes: Axes, taps: tuple[Pair, Pair], axis: int) -> Pair:
 
 
 @lru_cache(maxsize=8192)
-def _groups_are_contiguous(shape: Shape, box: Shape) -> bool:
+def _groups_are_contiguous(shape: PixelShape, box: PixelShape) -> bool:
     """Returns whether the two groups of 8 pixels of each multiply are contiguous, and always the same distance
     apart."""
     boxes = Boxes(box, 1)
@@ -239,7 +239,7 @@ def has_gaps(problem: Problem) -> bool:
 def kernels_of_sizes(problem: Problem, device: Device, sizes: Sequence[Geometry]) -> list[TmaKernel]:
     """Returns the kernels of a layer whose tiles suit some of these sizes."""
     found = []
-    suiting: dict[int, list[tuple[Shape, ...]]] = {}
+    suiting: dict[int, list[tuple[PixelShape, ...]]] = {}
     for limits in map(limits_of, sizes):
         for pixels in pixels_that_suit(limits):
             suiting.setdefault(pixels, []).append(shapes_of(pixels, limits.height, limits.width))
@@ -263,28 +263,29 @@ def kernels_of_sizes(problem: Problem, device: Device, sizes: Sequence[Geometry]
 
 def stages_of(geometry: Geometry, kernel: TmaKernel, device: Device) -> list[tuple[int, Stage]]:
     """Returns the stages with which a kernel may be the fastest for a size, each with the number of tiles that cover
-    the map; none if it does not compute the size correctly."""
-    tiles = covering_tiles(
-        _axes_of(geometry),
-        (kernel.taps, kernel.tap_step),
-        kernel.pixels,
-        kernel.box_per_tap_col,
-        limits_of(geometry),
-    )
-    found = ((count, stage_of(kernel, shape, boxes, device)) for count, shape, boxes in tiles)
-    return [(count, stage) for count, stage in found if stage]
+    the map; the usual one, where none suits it; none if it does not compute the size correctly."""
+    taps, limits = (kernel.taps, kernel.tap_step), limits_of(geometry)
+    tiles = covering_tiles(_axes_of(geometry), taps, kernel.pixels, kernel.box_per_tap_col, limits)
+    made = ((count, stage_of(kernel, shape, boxes, device)) for count, shape, boxes in tiles)
+    found = [(count, stage) for count, stage in made if stage]
+    if not found and (usual := _usual_stage(geometry, kernel, device)) and limits.fit(usual.shape):
+        found.append((limits.tiles(usual.shape), usual))
+    return found
 
 
 def computes_any_size(layer: Problem, kernel: TmaKernel, device: Device) -> bool:
     """Returns whether a kernel computes every size of a layer, but those whose tiles it cannot count."""
-    shape, taps = usual_shape(kernel.pixels), (kernel.taps, kernel.tap_step)
-    boxes = boxes_of(_axes_of(layer.geometry), taps, shape, kernel.box_per_tap_col)
-    if leaves_sizes(layer.geometry) or not _can_be_loaded(_axes_of(layer.geometry), shape, boxes):
-        return False
-    return stage_of(kernel, shape, boxes, device) is not None
+    return not leaves_sizes(layer.geometry) and _usual_stage(layer.geometry, kernel, device) is not None
 
 
-def stage_of(kernel: TmaKernel, shape: Shape, boxes: Boxes, device: Device) -> Stage | None:
+def _usual_stage(geometry: Geometry, kernel: TmaKernel, device: Device) -> Stage | None:
+    """Returns the stage of the tile that boxes can load whatever the map, if it fits into shared memory."""
+    usual, taps = (usual_shape(kernel.pixels),), (kernel.taps, kernel.tap_step)
+    loadable = loadable_shapes(_axes_of(geometry), taps, kernel.pixels, kernel.box_per_tap_col, usual)
+    return stage_of(kernel, *loadable[0], device) if loadable else None
+
+
+def stage_of(kernel: TmaKernel, shape: PixelShape, boxes: Boxes, device: Device) -> Stage | None:
     """Returns the stage of a tile of pixels, or None where too few fit into shared memory."""
     output_boxes = boxes.per_channel_block * kernel.channel_blocks
     bytes_ = kernel.input_blocks * kernel.pixels * ROW_BYTES + output_boxes * boxes.bytes
@@ -298,26 +299,21 @@ def stage_of(kernel: TmaKernel, shape: Shape, boxes: Boxes, device: Device) -> S
 @lru_cache(maxsize=4096)
 def covering_tiles(
     axes: Axes, taps: tuple[Pair, Pair], pixels: int, box_per_tap_col: bool, limits: Limits
-) -> list[tuple[int, Shape, Boxes]]:
+) -> list[tuple[int, PixelShape, Boxes]]:
     """Returns the tiles of so many pixels that suit a map, with their number: those of which no other needs fewer and
-    has smaller boxes. They have fewer than twice as many images as the map, if there are such; the usual one, if none
-    suits it."""
-    sides = limits.height, limits.width
-    loadable = loadable_shapes(axes, taps, pixels, box_per_tap_col, shapes_of(pixels, *sides))
-    found = _fewest(loadable, limits, 2 * limits.batch - 1) or _fewest(loadable, limits, limits.images)
-    usual = (usual_shape(pixels),)
-    return found or _fewest(
-        loadable_shapes(axes, taps, pixels, box_per_tap_col, usual), limits, limits.images
-    )
+    has smaller boxes. They have fewer than twice as many images as the map, if there are such."""
+    shapes = shapes_of(pixels, limits.height, limits.width)
+    loadable = loadable_shapes(axes, taps, pixels, box_per_tap_col, shapes)
+    return _fewest(loadable, limits, 2 * limits.batch - 1) or _fewest(loadable, limits, limits.images)
 
 
 def _fewest(
-    loadable: Iterable[tuple[Shape, Boxes]], limits: Limits, most_images: int
-) -> list[tuple[int, Shape, Boxes]]:
+    loadable: Iterable[tuple[PixelShape, Boxes]], limits: Limits, most_images: int
+) -> list[tuple[int, PixelShape, Boxes]]:
     """Returns those tiles that cover a map and are fewer than all those with smaller boxes."""
     batch, height, width, beyond, _ = limits
     any_map, most = beyond == (INT32_LIMIT, INT32_LIMIT), min(most_images, limits.images)
-    fewest, found = INT32_LIMIT, list[tuple[int, Shape, Boxes]]()
+    fewest, found = INT32_LIMIT, list[tuple[int, PixelShape, Boxes]]()
     for shape, boxes in loadable:
         images, rows, cols = shape
         if images <= most and (any_map or limits.fit(shape)):
@@ -336,8 +332,8 @@ def loadable_shapes(
     taps: tuple[Pair, Pair],
     pixels: int,
     box_per_tap_col: bool,
-    shapes: tuple[Shape, ...],
-) -> list[tuple[Shape, Boxes]]:
+    shapes: tuple[PixelShape, ...],
+) -> list[tuple[PixelShape, Boxes]]:
     """Returns those tiles that boxes can load, and the boxes, the smallest first."""
     found = ((shape, boxes_of(axes, taps, shape, box_per_tap_col)) for shape in shapes)
     return sorted(
@@ -346,7 +342,7 @@ def loadable_shapes(
     )
 
 
-def _can_be_loaded(axes: Axes, shape: Shape, boxes: Boxes) -> bool:
+def _can_be_loaded(axes: Axes, shape: PixelShape, boxes: Boxes) -> bool:
     """Returns whether boxes can load a tile, and the pixels of its multiplies lie as the kernel takes them."""
     images, rows, cols = boxes.shape
     most = max(images, (rows - 1) * axes.stride[0] + 1, (cols - 1) * axes.stride[1] + 1)

@@ -18,6 +18,7 @@ from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma import lower, supports
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import cuts_of, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_shape import usual_shape
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
     Stage,
     TmaKernel,
@@ -226,6 +227,26 @@ def test_a_kernel_computes_sizes_that_its_tiles_do_not_suit() -> None:
     for kernel in (one for one in kernels_of_sizes(posed, H200, (MASKRCNN,)) if one.pixels == 128):
         ((fewest, stage),) = stages_of(MASKRCNN._replace(batch=40, height=1, width=1), kernel, H200)
         assert (fewest, math.prod(stage.shape)) == (1, 128)
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_what_computes_any_size_has_a_stage_for_each(geometry: Geometry) -> None:
+    """Also where the tiles that suit a map do not fit into shared memory."""
+    rng, usual_alone = random.Random(0), 0
+    for device in (H200, H200._replace(shared_memory_per_block=150 << 10)):
+        posed = problem(geometry)
+        kernels = kernels_of_sizes(posed, device, (geometry, CYCLEGAN, MASKRCNN))
+        of_any_size = [one for one in kernels if computes_any_size(posed, one, device)]
+        assert len(of_any_size) > len(kernels) // 2
+        for kernel in rng.sample(of_any_size, min(30, len(of_any_size))):
+            for _ in range(20):
+                height, width = (rng.choice((rng.randint(1, 20), rng.randint(1, 90))) for _ in range(2))
+                size = geometry._replace(batch=rng.randint(1, 40), height=height, width=width)
+                found = stages_of(size, kernel, device)
+                assert found
+                usual_alone += [stage.shape for _, stage in found] == [usual_shape(kernel.pixels)]
+                assert all(stage.shared_bytes <= device.shared_memory_per_block for _, stage in found)
+    assert usual_alone > 10
 
 
 def test_boxes_begin_at_whole_pieces_of_memory() -> None:
