@@ -33,6 +33,7 @@ from tconv_swap.kernels.grad_weight import implicit_gemm_clocks as grad_weight_c
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma_clocks as grad_weight_tma_clocks
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma_tile as grad_weight_tma_tile
+from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_nhwc
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1_clocks
 from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
@@ -195,6 +196,18 @@ def test_few_tiles_are_cut_into_no_more_splits_than_they_are() -> None:
     assert [one.splits for one in cuts] == [1, 33, 64]  # 64 MiB of partial sums
     assert [one.splits for one in grad_weight_tma_clocks.cuts_of(4, 1 << 20, 20, H200)] == [1, 20]
     assert [one.splits for one in grad_weight_tma_clocks.cuts_of(200, 1 << 20, 20, H200)] == [1]
+
+
+def test_a_gradient_of_a_single_split_is_copied_back_to_nchw() -> None:
+    problem = posed(LAYER)
+    _, stage = tma_tiles(posed(LAYER, channels_last=True))[0]
+    single = grad_weight_tma_clocks.Fastest(1000.0, stage, 1)
+    several = single._replace(splits=2)
+    expected = grad_weight_nchw_to_nhwc.expected
+    weight = 2 * LAYER.in_channels * LAYER.out_channels_per_group * LAYER.taps
+    assert expected(problem, single) - expected(problem, several) == pytest.approx(copy_clocks(2 * weight, 1))
+    stored = problem._replace(weight_channels_last=True)
+    assert expected(stored, single) == expected(stored, several) == expected(problem, several)
 
 
 def test_the_clocks_of_im2col_in_nchw_grow_with_copies_short_rings_and_rows_that_share_banks() -> None:

@@ -35,6 +35,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     MAX_STEPS,
     STEP_PIXELS,
     Im2colKernel,
+    copies_grad_output,
     kernels,
     stages_of,
     tiles_of,
@@ -73,6 +74,22 @@ def test_no_kernel_spills(geometry: Geometry) -> None:
             assert "are serialized" not in log, shape
     assert len(compiled) > 8
     assert all(spilled == {"0"} for spilled in compiled.values()), compiled
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_each_tile_of_input_channels_has_a_row_of_the_bias(geometry: Geometry) -> None:
+    g, posed, done = geometry, tf32_problem(geometry), 0
+    for tile in nchw_tiles(posed, H200):
+        if copies_grad_output(g) or not im2col_nchw.adds_all_of_grad_output(g):
+            continue
+        made = im2col_nchw.lower(posed, tile, H200, with_bias=True)
+        alone = im2col_nchw.lower(posed, tile, H200, with_bias=False)
+        *_, count, rows = made.launches[-1].arguments
+        tiles = -(-g.in_channels_per_group // tile.kernel.cols)
+        assert (count.value, rows.value) == (g.out_channels, 2 * tile.splits * tiles * g.stride[0])
+        assert made.workspace_bytes - alone.workspace_bytes >= 4 * count.value * rows.value
+        done += 1
+    assert done or g.output_padding != (0, 0) or g.out_width % 4
 
 
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)

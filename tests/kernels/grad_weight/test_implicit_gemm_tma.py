@@ -16,7 +16,7 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma import lower, supports
-from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_choice import Schedule, ranked
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_clocks import cuts_of, work_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_shape import usual_shape
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import (
@@ -106,6 +106,9 @@ def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(
     assert found
     for kernel, stage in random.Random(0).sample(found, min(40, len(found))):
         assert stage.shared_bytes <= H200.shared_memory_per_block
+        # A single split's sums pass through the stages, a row of each input channel apart (implicit_gemm_store.cuh).
+        sums = kernel.block_n * math.prod(kernel.taps)
+        assert stage.stages * stage.bytes >= kernel.block_m * (-(-sums // 32) * 32 + 8) * 4
         for splits in possible_splits(posed, kernel, stage, H200):
             part = lower(posed, Schedule(posed, kernel, work_of(posed, kernel, H200)), stage, splits, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
@@ -227,6 +230,37 @@ def test_a_kernel_computes_sizes_that_its_tiles_do_not_suit() -> None:
     for kernel in (one for one in kernels_of_sizes(posed, H200, (MASKRCNN,)) if one.pixels == 128):
         ((fewest, stage),) = stages_of(MASKRCNN._replace(batch=40, height=1, width=1), kernel, H200)
         assert (fewest, math.prod(stage.shape)) == (1, 128)
+
+
+def test_tiles_suit_a_map() -> None:
+    """They have no more images than it needs, and few columns where those of a power of two would waste many; eight
+    columns are two groups of eight pixels with a halo between them."""
+    posed = problem(CYCLEGAN)
+    kernels = [one for one in kernels_of_sizes(posed, H200, (CYCLEGAN,)) if one.pixels == 128]
+    halo = 0
+    for kernel in kernels:
+        for batch in (1, 2, 64):
+            size = CYCLEGAN._replace(batch=batch, height=15, width=20)
+            found = [stage for _, stage in stages_of(size, kernel, H200)]
+            assert all(stage.shape[0] < 2 * batch for stage in found)
+            halo += any(stage.shape[2] == 8 and stage.boxes.shape[2] == 9 for stage in found)
+    assert halo > 10
+    narrow = [one for one in kernels if one.taps == (1, 1)]
+    shapes = {stage.shape for one in narrow for _, stage in stages_of(size, one, H200)}
+    assert {shape[2] for shape in shapes} == {4}
+
+
+def test_few_tiles_are_cut_into_no_more_splits() -> None:
+    posed = problem(CYCLEGAN._replace(in_channels=64, out_channels=64))
+    schedules = tuple(
+        Schedule(posed, one, work_of(posed, one, H200)) for one in kernels_of_sizes(posed, H200, (CYCLEGAN,))
+    )
+    size = posed.geometry._replace(batch=1, height=24, width=24)
+    found = ranked(schedules, size, H200)
+    assert found
+    for best, _ in found:
+        assert best.splits <= pixel_tiles(size, best.stage.shape)
+    assert any(best.splits > 1 for best, _ in found)
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)

@@ -227,6 +227,14 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
         assert (weight_blocks - 1) << unit_bits < units <= weight_blocks << unit_bits
         with_bias = bool(constants["WITH_BIAS"])
         assert (reducing.grid > weight_blocks) == with_bias == (bias_rows > 0)
+        if with_bias:
+            # Each block of taps and channels, and each warp of mma.sync, has a row of every split.
+            blocks = -(-main.grid // sizes.splits) // problem.geometry.groups
+            columns = int(constants["WARPS_N"]) * int(constants["WARP_N"])
+            blocks //= -(-problem.geometry.out_channels_per_group // columns)
+            warps = math.prod(int(constants[f"WARPS_{of}"]) for of in "MTK")
+            by_mma = main.kernel.entry == "grad_weight_implicit_gemm_mma"
+            assert bias_rows == sizes.splits * blocks * (warps if by_mma else 1)
 
 
 def unreached_by_definition(geometry: Geometry, side: int) -> bool:
