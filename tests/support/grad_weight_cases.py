@@ -1,10 +1,10 @@
-"""Layers, random problems and all tiles of the gradient of the weight in TF32, for the families that have pixels along
-k."""
+"""Layers, random problems and tiles of the gradient of the weight, for the families that have pixels along k."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tconv_swap.kernels.grad_weight import im2col_nchw_tile as grad_weight_im2co
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import im2col_nhwc_clocks as grad_weight_im2col_nhwc_clocks
 from tconv_swap.kernels.grad_weight import im2col_nhwc_tile as grad_weight_im2col_nhwc_tile
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma_tile as grad_weight_tma_tile
 from tconv_swap.kernels.grad_weight.selection import layer_of
 from tconv_swap.runtime.program import Part
 
@@ -148,3 +149,14 @@ def assert_part_matches(problem: plan.Problem, part: Part, with_bias: bool) -> N
     if with_bias:
         sums = run.truths[1]
         assert (run.found[1].double() - sums).norm() <= BIAS_TOLERANCE * sums.norm(), part.why
+
+
+@lru_cache
+def tma_tiles(
+    problem: plan.Problem,
+) -> list[tuple[grad_weight_tma_tile.TmaKernel, grad_weight_tma_tile.Stage]]:
+    """Returns some kernels of the copy engine that a size may have, each with a tile."""
+    of, size = grad_weight_tma_tile, problem.geometry
+    kernels = of.kernels_of_sizes(problem, H200, (size,))
+    found = [(one, stage) for one in kernels for _, stage in of.stages_of(size, one, H200)]
+    return random.Random(0).sample(found, min(len(found), 60))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -300,23 +300,15 @@ def stage_of(kernel: TmaKernel, shape: PixelShape, boxes: Boxes, device: Device)
 def covering_tiles(
     axes: Axes, taps: tuple[Pair, Pair], pixels: int, box_per_tap_col: bool, limits: Limits
 ) -> list[tuple[int, PixelShape, Boxes]]:
-    """Returns the tiles of so many pixels that suit a map, with their number: those of which no other needs fewer and
-    has smaller boxes. They have fewer than twice as many images as the map, if there are such."""
-    shapes = shapes_of(pixels, limits.height, limits.width)
-    loadable = loadable_shapes(axes, taps, pixels, box_per_tap_col, shapes)
-    return _fewest(loadable, limits, 2 * limits.batch - 1) or _fewest(loadable, limits, limits.images)
-
-
-def _fewest(
-    loadable: Iterable[tuple[PixelShape, Boxes]], limits: Limits, most_images: int
-) -> list[tuple[int, PixelShape, Boxes]]:
-    """Returns those tiles that cover a map and are fewer than all those with smaller boxes."""
-    batch, height, width, beyond, _ = limits
-    any_map, most = beyond == (INT32_LIMIT, INT32_LIMIT), min(most_images, limits.images)
+    """Returns the tiles of so many pixels that suit a map, with their number: those that are fewer than all with
+    smaller boxes, and of as many with equal boxes that of the fewest images."""
+    batch, height, width, beyond, most_images = limits
+    any_map = beyond == (INT32_LIMIT, INT32_LIMIT)
     fewest, found = INT32_LIMIT, list[tuple[int, PixelShape, Boxes]]()
-    for shape, boxes in loadable:
+    shapes = shapes_of(pixels, height, width)
+    for shape, boxes in loadable_shapes(axes, taps, pixels, box_per_tap_col, shapes):
         images, rows, cols = shape
-        if images <= most and (any_map or limits.fit(shape)):
+        if images <= most_images and (any_map or limits.fit(shape)):
             count = -(-batch // images) * -(-height // rows) * -(-width // cols)
             if count < fewest:
                 fewest = count

@@ -10,13 +10,12 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 from types import ModuleType
 
 import pytest
 import torch
 from first_difference import differs
-from grad_weight_cases import nchw_tiles, nhwc_tiles
+from grad_weight_cases import nchw_tiles, nhwc_tiles, tma_tiles
 from size_cases import AMPERE, H200
 
 from tconv_swap.geometry import Geometry
@@ -32,8 +31,6 @@ from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weig
 from tconv_swap.kernels.grad_weight import implicit_gemm_clocks as grad_weight_clocks
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma_clocks as grad_weight_tma_clocks
-from tconv_swap.kernels.grad_weight import implicit_gemm_tma_tile as grad_weight_tma_tile
-from tconv_swap.kernels.grad_weight import nchw_to_nhwc as grad_weight_nchw_to_nhwc
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight import stride1_clocks as grad_weight_stride1_clocks
 from tconv_swap.kernels.grad_weight import stride1_tile as grad_weight_stride1_tile
@@ -73,17 +70,6 @@ def posed(geometry: Geometry, mode: Mode = FP16, channels_last: bool = False) ->
 def schedules(problem: plan.Problem) -> tuple[grad_weight_candidates.Schedule, ...]:
     """Returns the kernels of the implicit GEMM that a layer may have because of this size."""
     return grad_weight_candidates.pool(problem, H200, (problem.geometry,))
-
-
-@lru_cache
-def tma_tiles(
-    problem: plan.Problem,
-) -> list[tuple[grad_weight_tma_tile.TmaKernel, grad_weight_tma_tile.Stage]]:
-    """Returns some kernels of the copy engine that a size may have, each with a tile."""
-    of, size = grad_weight_tma_tile, problem.geometry
-    kernels = of.kernels_of_sizes(problem, H200, (size,))
-    found = [(one, stage) for one in kernels for _, stage in of.stages_of(size, one, H200)]
-    return random.Random(0).sample(found, min(len(found), 60))
 
 
 # ---- which kernel is taken --------------------------------------------------------------------------------------
@@ -158,56 +144,6 @@ def test_odd_rows_and_float32_without_tf32_take_longer_in_the_implicit_gemm() ->
     assert least(odd, FP16) > 1.2 * least(LAYER, FP16)
     assert least(odd, FP16, True) < 1.1 * least(LAYER, FP16, True)
     assert least(LAYER, IEEE) > 1.5 * least(LAYER, TF32)
-
-
-def test_the_clocks_of_loads_by_tma_grow_with_splits_short_rings_and_ragged_pixels() -> None:
-    of, problem = grad_weight_tma_clocks, posed(LAYER, channels_last=True)
-    ragged = posed(LAYER._replace(in_channels=248), channels_last=True)
-    split = bound_by_loads = 0
-    for kernel, stage in tma_tiles(problem):
-        work = of.work_of(problem, kernel, H200)
-        tiles = pixel_tiles(LAYER, stage.shape)
-        best = of.fastest(work, [(tiles, stage)], LAYER, H200)
-        assert best is not None
-        assert best.stage == stage
-        rounds = -(-work.blocks * best.splits // H200.multiprocessors)
-        product = rounds * -(-tiles // best.splits) * work.tile_clocks(stage)
-        memory = 2 * of.BYTE_CLOCKS * of.loaded_elements(LAYER, work.channels_read)
-        fixed = of.LAUNCH_CLOCKS + of.GRADIENT_BYTE_CLOCKS * work.split_bytes
-        sums = of.REDUCTION_CLOCKS + of.PARTIAL_BYTE_CLOCKS * work.split_bytes * best.splits
-        sums = sums if best.splits > 1 else 0
-        # What memory takes overlaps with the product but for a share.
-        assert fixed + sums + max(product, memory) < best.clocks < fixed + sums + product + memory
-        split += best.splits > 1
-        loads = work.byte_clocks * stage.bytes
-        bound_by_loads += loads > work.multiply_clocks
-        assert work.tile_clocks(stage) > max(loads, work.multiply_clocks)
-        short = stage._replace(stages=grad_weight_tma_tile.MIN_STAGES)
-        assert work.tile_clocks(short) >= work.tile_clocks(stage)
-        if stage.stages > grad_weight_tma_tile.MIN_STAGES:
-            assert work.tile_clocks(short) > 1.1 * work.tile_clocks(stage)
-        assert of.work_of(ragged, kernel, H200).tile_clocks(stage) > 1.03 * work.tile_clocks(stage)
-    assert split > 10
-    assert bound_by_loads > 3
-
-
-def test_few_tiles_are_cut_into_no_more_splits_than_they_are() -> None:
-    cuts = grad_weight_tma_clocks.cuts_of(4, 1 << 20, 1 << 20, H200)
-    assert [one.splits for one in cuts] == [1, 33, 64]  # 64 MiB of partial sums
-    assert [one.splits for one in grad_weight_tma_clocks.cuts_of(4, 1 << 20, 20, H200)] == [1, 20]
-    assert [one.splits for one in grad_weight_tma_clocks.cuts_of(200, 1 << 20, 20, H200)] == [1]
-
-
-def test_a_gradient_of_a_single_split_is_copied_back_to_nchw() -> None:
-    problem = posed(LAYER)
-    _, stage = tma_tiles(posed(LAYER, channels_last=True))[0]
-    single = grad_weight_tma_clocks.Fastest(1000.0, stage, 1)
-    several = single._replace(splits=2)
-    expected = grad_weight_nchw_to_nhwc.expected
-    weight = 2 * LAYER.in_channels * LAYER.out_channels_per_group * LAYER.taps
-    assert expected(problem, single) - expected(problem, several) == pytest.approx(copy_clocks(2 * weight, 1))
-    stored = problem._replace(weight_channels_last=True)
-    assert expected(stored, single) == expected(stored, several) == expected(problem, several)
 
 
 def test_the_clocks_of_im2col_in_nchw_grow_with_copies_short_rings_and_rows_that_share_banks() -> None:
