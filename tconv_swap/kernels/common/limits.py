@@ -7,8 +7,9 @@ from tconv_swap.runtime.integers import round_up
 #: Bytes.
 WORKSPACE_ALIGNMENT = 256
 #: Bytes that copies of tensors in another layout may take of a workspace, on top of the bound of partial sums
-#: (general.WORKSPACE_LIMIT_BYTES). Larger tensors are not copied.
-MAX_COPY_BYTES = 1 << 30
+#: (general.WORKSPACE_LIMIT_BYTES): 3 % of the memory of a GPU of 80 GB. Larger tensors are not copied. (The bytes of
+#: tensors are often a power of two, which this is not.)
+MAX_COPY_BYTES = 5 << 29
 #: How many results a function of the sizes of a layer remembers.
 MAX_REMEMBERED = 256
 

@@ -9,6 +9,8 @@ from operator import itemgetter
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS, TF32_PRECISIONS
 from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.pad_rows import copies_fit, pad_rows
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import Words, divisor
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
@@ -17,8 +19,8 @@ from tconv_swap.kernels.forward.stride1_tile import (
     PIXELS,
     Stride1Kernel,
     Tile,
-    can_load,
     chunk_bytes,
+    copied_rows,
     packed_bytes,
     padded_channels,
     pitch,
@@ -46,24 +48,28 @@ _PRODUCER_THREADS, _PACK_THREADS = 32, 256
 
 def ranked(among: Iterable[Stride1Kernel], problem: TileProblem, device: Device) -> list[Ranked]:
     """Returns the parts of the kernels that compute this size, the one that is expected to be the fastest first.
-    Inputs: input (16-byte aligned), weight, bias. Output: the output. Workspace: the packed weights."""
+    Inputs: input (16-byte aligned), weight, bias. Output: the output. Workspace: the packed weights, and at most
+    ``MAX_COPY_BYTES`` of the input with longer rows."""
     kernels = tuple(among)
     if not kernels or not supports(problem, device):
         return []
-    best = [best_tile(problem, kernel, device) for kernel in kernels if kernel.computes(problem)]
+    best = [best_tile(problem, kernel, device) for kernel in kernels if computes(kernel, problem)]
     return [Ranked(clocks, partial(lower, problem, tile)) for clocks, tile in sorted(best, key=itemgetter(0))]
 
 
+def computes(kernel: Stride1Kernel, problem: TileProblem) -> bool:
+    """Whether the kernel computes the problem, which ``supports`` allows: it loads the rows as they lie, or copies."""
+    return kernel.loads(problem) and copies_fit(copied_rows(problem, kernel), problem.dtype)
+
+
 def supports(problem: TileProblem, device: Device) -> bool:
-    """Whether the kernel computes the problem."""
+    """Whether kernels compute the problem, provided that copies of its rows fit."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype not in TF32_ELEMENT_KINDS or problem.parts != 1:
         return False
     if problem.input_channels_last or problem.output_channels_last or g.batch == 0 or g.groups != 1:
         return False
     if g.stride != (1, 1) or g.dilation != (1, 1) or g.in_channels > 256:
-        return False
-    if not can_load(problem):
         return False
     pixels = max(g.height * g.width, g.out_height * g.out_width)
     return pixels < INT32_LIMIT and g.batch * (g.out_height + 8) * (g.out_width + 8) < INT32_LIMIT
@@ -83,8 +89,10 @@ def _sizes(problem: TileProblem, tile: Tile) -> Words:
 
 
 def lower(problem: TileProblem, tile: Tile) -> Part:
-    """Returns the part of a plan that computes the problem with this tile. Its workspace holds the packed weights."""
+    """Returns the part of a plan that computes the problem with this tile. Its workspace holds the packed weights, and
+    the input where its rows are copied to longer ones."""
     g, kernel = problem.geometry, tile.kernel
+    memory = WorkspaceLayout()
     channel_tiles, packed = ceil_div(g.out_channels, kernel.channels), packed_bytes(problem, kernel)
     weight_layout: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
@@ -109,11 +117,17 @@ def lower(problem: TileProblem, tile: Tile) -> Part:
         block=_PACK_THREADS,
         arguments=(input_(1), workspace(0)),
     )
+    memory.reserve(packed)
+    base, row = input_(0), problem.item * g.width
+    copies = []
+    for rows in copied_rows(problem, kernel):
+        at = memory.reserve(rows.bytes(problem.dtype))
+        base, row = workspace(at), problem.item * rows.padded
+        copies.append(pad_rows(rows, at, problem.dtype))
     shared = shared_bytes(problem, kernel)
     planes = kernel.planes
     channels = padded_channels(problem) // planes
-    width, rows = pitch(problem, kernel), problem.item * g.width
-    size = rows * g.height
+    width, size = pitch(problem, kernel), row * g.height
     unaligned_rows = kernel.unaligned_rows
     main = Launch(
         Kernel(
@@ -139,18 +153,19 @@ def lower(problem: TileProblem, tile: Tile) -> Part:
         structs=(_sizes(problem, tile),),
         tensor_maps=(
             TensorMap(
-                input_(0),
+                base,
                 TF32_ELEMENT_KINDS[problem.dtype],
                 (planes * g.height * g.width, g.in_channels // planes, g.batch)
                 if unaligned_rows
                 else (g.width, g.height, g.in_channels, g.batch),
                 (planes * size, size * g.in_channels)
                 if unaligned_rows
-                else (rows, size, size * g.in_channels),
+                else (row, size, size * g.in_channels),
                 (width, channels, 1) if unaligned_rows else (width, 1, channels, 1),
                 (1, 1, 1) if unaligned_rows else (1, 1, 1, 1),
                 swizzle_bytes=0,
             ),
         ),
     )
-    return Part(_FAMILY, f"{problem.precision} tensor cores, {tile}", (pack, main), packed)
+    why = f"{problem.precision} tensor cores, {tile}"
+    return Part(_FAMILY, why, (*copies, pack, main), memory.bytes)

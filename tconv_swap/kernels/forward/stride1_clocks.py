@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
+from tconv_swap.kernels.common.pad_rows import copies_clocks
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.forward.stride1_tile import (
     PIXELS,
     Stride1Kernel,
     Tile,
+    copied_rows,
     packed_bytes,
     padded_channels,
 )
@@ -35,6 +37,9 @@ COLUMN_CLOCKS = {1: 0.269, 2: 0.644}
 #: Clocks of an output channel of a row in 16 bits where outputs are stored one at a time, because rows have an odd
 #: number of them.
 SINGLE_STORE_CLOCKS = 23.8
+#: How many times as fast a tile has to be that reads longer rows of a copy: the implicit GEMM's kernels, which read the
+#: rows as they lie, take 0.7 to 1.0 of their expected clocks for large maps of such rows on an H200.
+COPY_MARGIN = 1.3
 #: The fewest rows of a segment, but for lower maps: each segment reads the rows of the taps again.
 MIN_SEGMENT = 8
 
@@ -48,6 +53,8 @@ def best_tile(problem: TileProblem, kernel: Stride1Kernel, device: Device) -> tu
     moves = _memory_clocks(problem)
     clocks = LAUNCH_CLOCKS + PACKED_BYTE_CLOCKS * packed_bytes(problem, kernel)
     clocks += max(loops, moves) + NOT_OVERLAPPED * min(loops, moves)
+    if copied := copied_rows(problem, kernel):
+        clocks = COPY_MARGIN * (clocks + copies_clocks(copied, problem.dtype))
     return clocks, Tile(kernel, segment, blocks)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
+from tconv_swap.kernels.common.pad_rows import Rows, rows_of_images
 from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
@@ -32,7 +33,7 @@ class Stride1Kernel:
         stacked: whether all rows of taps are columns of one multiply; else each row of taps has a multiply of its own.
         stages: rows of the input in shared memory.
         unaligned_rows: whether a box takes consecutive pixels of a whole image, at any pixel; no tap may read beyond
-            the ends of rows then. Else rows begin at multiples of 16 bytes.
+            the ends of rows then. Else rows begin at multiples of 16 bytes, or are copied to rows that do.
         planes: 1 with aligned rows, else the channels whose distance in memory is a multiple of 16 bytes, or a divisor.
     """
 
@@ -43,8 +44,8 @@ class Stride1Kernel:
     unaligned_rows: bool
     planes: int
 
-    def computes(self, problem: TileProblem) -> bool:
-        """Whether it loads rows such as those of the problem, which forward/stride1.py supports."""
+    def loads(self, problem: TileProblem) -> bool:
+        """Whether it loads rows such as those of the problem, or of a copy."""
         return (self.unaligned_rows, self.planes) in _loaded_by(problem)
 
     def __str__(self) -> str:
@@ -78,8 +79,7 @@ def _alignment(problem: TileProblem) -> int:
 def _loaded_by(problem: TileProblem) -> Iterator[tuple[bool, int]]:
     """Yields ``unaligned_rows`` and ``planes`` of the kernels that load the rows of the input."""
     g, unit = problem.geometry, _alignment(problem)
-    if g.width % unit == 0:
-        yield False, 1
+    yield False, 1
     first = first_col(problem)
     if first >= 0 and first + g.out_width + g.kernel[1] - 1 <= g.width:
         # The smallest distance of two channels whose addresses differ by a multiple of 16 bytes.
@@ -87,10 +87,13 @@ def _loaded_by(problem: TileProblem) -> Iterator[tuple[bool, int]]:
         yield from ((True, planes) for planes in (1, 2) if planes % least == 0 == g.in_channels % planes)
 
 
-def can_load(problem: TileProblem) -> bool:
-    """Whether a kernel loads the rows of the input: they are multiples of 16 bytes, or no tap reads beyond their
-    ends."""
-    return any(True for _ in _loaded_by(problem))
+def copied_rows(problem: TileProblem, kernel: Stride1Kernel) -> tuple[Rows, ...]:
+    """Returns the rows of the input that are copied to longer ones before this kernel reads them."""
+    g = problem.geometry
+    if kernel.unaligned_rows:
+        return ()
+    rows = rows_of_images(0, g.batch * g.in_channels, g.height, g.width, problem.item)
+    return () if rows is None else (rows,)
 
 
 def first_col(problem: TileProblem) -> int:

@@ -212,23 +212,23 @@ def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -
 
 def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     posed = [layer._replace(geometry=geometry) for geometry in sizes]
-    rows = [
-        grad_weight_stride1_tile.output_rows(problem)
-        if grad_weight_stride1.supports(problem, device)
-        else None
-        for problem in posed
-    ]
+    supported = [problem for problem in posed if grad_weight_stride1.supports(problem, device)]
     # Sizes whose rows begin alike have the same tiles.
-    of_rows = {begin: problem for begin, problem in zip(rows, posed, strict=True) if begin is not None}
+    of_rows = {tuple(grad_weight_stride1_tile.output_rows(problem)): problem for problem in supported}
     tiles = dict.fromkeys(
         tile for problem in of_rows.values() for tile in grad_weight_stride1_tile.candidates(problem, device)
     )
+    computed = {
+        (rows, problem): grad_weight_stride1.computes(rows, problem)
+        for rows in {tile.rows for tile in tiles}
+        for problem in supported
+    }
     for tile in tiles:
         times = [
             grad_weight_stride1_clocks.best_tile(problem, tile, device)[0]
-            if begin is not None and tile.rows.serve(begin)
+            if computed.get((tile.rows, problem))
             else math.inf
-            for problem, begin in zip(posed, rows, strict=True)
+            for problem in posed
         ]
         yield Timed("stride1", tile, times, False)
 

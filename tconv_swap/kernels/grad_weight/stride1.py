@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
@@ -11,6 +11,8 @@ from operator import itemgetter
 import torch
 
 from tconv_swap.kernels.common.dtypes import TF32_ELEMENT_KINDS, TF32_PRECISIONS
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.pad_rows import Rows, copies_fit, pad_rows
 from tconv_swap.kernels.common.ranked import Ranked
 from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
 from tconv_swap.kernels.grad_weight.split_k_untiled import reduce, weight_bytes
@@ -18,13 +20,12 @@ from tconv_swap.kernels.grad_weight.stride1_clocks import best_tile
 from tconv_swap.kernels.grad_weight.stride1_tile import (
     BOX_BYTES,
     BOX_CHANNELS,
+    OutputRows,
     Stride1Tile,
     alignment,
-    linear_output,
+    copied_rows,
     output_channels,
     output_pixels,
-    output_rows,
-    planes_of,
     raw_stages,
     shared_bytes,
     tiles_of,
@@ -53,18 +54,24 @@ def ranked(among: Iterable[Stride1Tile], problem: Problem, device: Device) -> li
     """Returns the parts of the tiles that compute this size, the one that is expected to be the fastest first.
     Inputs: grad_output, input (16-byte aligned). Output: the gradient of the weight.
 
-    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more.
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and at most
+    ``MAX_COPY_BYTES`` of grad_output and input with longer rows.
     """
     tiles = tuple(among)
     if not tiles or not supports(problem, device):
         return []
-    rows = output_rows(problem)
-    best = [best_tile(problem, tile, device) for tile in tiles if tile.rows.serve(rows)]
+    best = [best_tile(problem, tile, device) for tile in tiles if computes(tile.rows, problem)]
     return [Ranked(clocks, partial(lower, problem, tile)) for clocks, tile in sorted(best, key=itemgetter(0))]
 
 
+def computes(rows: OutputRows, problem: Problem) -> bool:
+    """Returns whether a kernel that addresses grad_output so computes the problem, which ``supports`` allows: it reads
+    the tensors as they lie, or copies."""
+    return rows.serve(problem) and copies_fit(copied_rows(problem, rows), problem.dtype)
+
+
 def supports(problem: Problem, device: Device) -> bool:
-    """Returns whether the kernel computes the problem."""
+    """Returns whether kernels compute the problem, provided that copies of its rows fit."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype not in TF32_ELEMENT_KINDS:
         return False
@@ -72,43 +79,35 @@ def supports(problem: Problem, device: Device) -> bool:
         return False
     if g.batch == 0 or g.taps == 1 or not g.stride == g.dilation == (1, 1):
         return False
-    unit, planes = alignment(problem), planes_of(problem)
-    if problem.channels_last:
-        if (
-            problem.dtype != torch.float32
-            or g.in_channels_per_group % unit
-            or g.out_channels_per_group % unit
-        ):
-            return False
-    elif g.width % unit or (
-        linear_output(problem) and (g.padding[1] > 0 or g.out_channels_per_group % planes)
+    unit = alignment(problem)
+    if problem.channels_last and (
+        problem.dtype != torch.float32 or g.in_channels_per_group % unit or g.out_channels_per_group % unit
     ):
         return False
-    pixels = max(g.height * g.width, g.out_height * g.out_width)
-    return max(pixels * planes, g.batch * (g.out_height + 8) * g.width) < INT32_LIMIT
+    # A plane is addressed linearly.
+    pixels = max(g.height * g.width, g.out_height * g.out_width * unit)
+    return max(pixels, g.batch * (g.out_height + 8) * g.width) < INT32_LIMIT
 
 
-def _maps(problem: Problem, tile: Stride1Tile) -> tuple[TensorMap, TensorMap]:
-    """Returns the tensor maps of the input and of grad_output.
+def _maps(
+    problem: Problem, tile: Stride1Tile, copies: Mapping[int, tuple[Rows, int]]
+) -> tuple[TensorMap, TensorMap]:
+    """Returns the tensor maps of the input and of grad_output, which may be copies: their rows and places by operand.
     NCHW: [n][channel][row][pixel], or for grad_output addressed linearly [n][channel of a plane][pixel of all
     rows and planes]; channels_last: [n][row][pixel][channel].
     """
     g = problem.geometry
     channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
     item, planes = problem.dtype.itemsize, tile.rows.planes
-    one = (1, 1, 1, 1)
 
     def mapped(index: int, sizes: Sequence[int], box: Sequence[int], swizzle_bytes: int) -> TensorMap:
-        strides = tuple(accumulate((item * sizes[0], *sizes[1:-1]), operator.mul))
-        return TensorMap(
-            input_(index),
-            TF32_ELEMENT_KINDS[problem.dtype],
-            tuple(sizes),
-            strides,
-            tuple(box),
-            one[: len(sizes)],
-            swizzle_bytes,
-        )
+        base, innermost = input_(index), sizes[0]
+        if index in copies:
+            rows, place = copies[index]
+            base, innermost = workspace(place), rows.padded
+        strides = tuple(accumulate((item * innermost, *sizes[1:-1]), operator.mul))
+        kind, steps = TF32_ELEMENT_KINDS[problem.dtype], (1,) * len(sizes)
+        return TensorMap(base, kind, tuple(sizes), strides, tuple(box), steps, swizzle_bytes)
 
     if problem.channels_last:
         return (
@@ -134,6 +133,10 @@ def lower(problem: Problem, tile: Stride1Tile) -> Part:
     g = problem.geometry
     direct = tile.splits == 1 and problem.weight_channels_last and problem.dtype == torch.float32
     shared = shared_bytes(problem, tile)
+    memory = WorkspaceLayout()
+    sums_at = 0 if direct else memory.reserve(tile.splits * weight_bytes(g))
+    copied = copied_rows(problem, tile.rows)
+    copies = {rows.operand: (rows, memory.reserve(rows.bytes(problem.dtype))) for rows in copied}
     kernel = Kernel(
         "grad_weight/stride1.cu",
         "grad_weight_stride1",
@@ -163,14 +166,15 @@ def lower(problem: Problem, tile: Stride1Tile) -> Part:
         arguments=(
             tensor_map(0),
             tensor_map(1),
-            output(0) if direct else workspace(0),
+            output(0) if direct else workspace(sums_at),
             struct(0),
         ),
         structs=(grad_weight_stride1_sizes(g, tile.cols, tile.segment, tile.flush, tile.splits),),
         shared_bytes=shared,
-        tensor_maps=_maps(problem, tile),
+        tensor_maps=_maps(problem, tile, copies),
     )
-    if direct:
-        return Part(_FAMILY, f"wgmma, {tile}", (main,), 0)
-    launches = (main, reduce(problem, tile.splits, 0))
-    return Part(_FAMILY, f"wgmma, {tile}", launches, tile.splits * weight_bytes(g))
+    launches = [pad_rows(rows, place, problem.dtype) for rows, place in copies.values()]
+    launches.append(main)
+    if not direct:
+        launches.append(reduce(problem, tile.splits, sums_at))
+    return Part(_FAMILY, f"wgmma, {tile}", tuple(launches), memory.bytes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tconv_swap.kernels.common.pad_rows import copies_clocks
 from tconv_swap.kernels.grad_weight.implicit_gemm_clocks import tensor_bytes
 from tconv_swap.kernels.grad_weight.split_k_untiled import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.kernels.grad_weight.stride1_tile import (
     MAX_BYTES_PER_SUM,
     STEP_BYTES,
     Stride1Tile,
+    copied_rows,
     row_bytes,
     tiles_of,
 )
@@ -26,6 +28,9 @@ from tconv_swap.runtime.integers import ceil_div
 BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS, FLUSH_CLOCKS = 0.00017, 0.00065, 17300
 #: Clocks of a row beside its work; of its multiplies over those of the tensor cores; of a step of a fragment.
 ROW_CLOCKS, MULTIPLY_CLOCKS, FRAGMENT_CLOCKS = 139, 0.654, 3.23
+#: Clocks of a step of a fragment for each plane of grad_output beyond two, whose words lie in the same banks, and for
+#: each of the one or two words (16 bits) that hold a word of the fragment: fitted to 37 times of an H200.
+PLANE_CLOCKS = 2.35
 #: Clocks of a byte of a row of the input, and of grad_output, in NCHW and in channels_last, where the input is
 #: transposed.
 INPUT_BYTE_CLOCKS, INPUT_BYTE_CLOCKS_NHWC = 0.0174, 0.0341
@@ -53,9 +58,10 @@ def best_tile(problem: Problem, tile: Stride1Tile, device: Device) -> tuple[floa
             best = clocks, segment, flush, splits
     assert best is not None
     clocks, segment, flush, splits = best
-    moved = BYTE_CLOCKS * tensor_bytes(g, problem.dtype.itemsize)
-    partial = PARTIAL_BYTE_CLOCKS * weight_bytes(g) * splits
-    return clocks + moved + partial, replace(tile, segment=segment, flush=flush, splits=splits)
+    clocks += BYTE_CLOCKS * tensor_bytes(g, problem.dtype.itemsize)
+    clocks += PARTIAL_BYTE_CLOCKS * weight_bytes(g) * splits
+    clocks += copies_clocks(copied_rows(problem, tile.rows), problem.dtype)
+    return clocks, replace(tile, segment=segment, flush=flush, splits=splits)
 
 
 def row_clocks(problem: Problem, tile: Stride1Tile) -> float:
@@ -69,5 +75,6 @@ def row_clocks(problem: Problem, tile: Stride1Tile) -> float:
         loaded = into * (tile.stages + tile.tap_rows - 1) // tile.stages
         load = INPUT_BYTE_CLOCKS * loaded + OUTPUT_BYTE_CLOCKS * out
     multiply = MULTIPLY_CLOCKS * (tile.warpgroups * tile.m_tiles * tile.columns // 2) * steps
-    clocks = ROW_CLOCKS + multiply + FRAGMENT_CLOCKS * tile.fragments * steps + load
+    fragment = FRAGMENT_CLOCKS + PLANE_CLOCKS * max(0, tile.rows.planes - 2) * (4 // problem.dtype.itemsize)
+    clocks = ROW_CLOCKS + multiply + fragment * tile.fragments * steps + load
     return clocks * (SHORT_RING if tile.stages == tile.tap_rows + 1 else 1.0)

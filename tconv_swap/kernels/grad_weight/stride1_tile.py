@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import gcd
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.pad_rows import Rows, rows_of_images
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -32,10 +33,10 @@ MAX_SUMS = {2: 128, 3: 96}
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """How the rows of grad_output begin in NCHW.
+    """How a kernel addresses the rows of grad_output in NCHW.
     Attributes:
         linear: a row begins anywhere in an image, which is addressed as one row of pixels; else at multiples of
-            16 bytes.
+            16 bytes, or it is copied to a row that does.
         planes: channels are ``planes`` interleaved planes, in each of which they lie a multiple of 16 bytes
             apart.
         misalignment: elements before a row, at most, at which its box begins.
@@ -45,10 +46,13 @@ class OutputRows:
     planes: int
     misalignment: int
 
-    def serve(self, needed: OutputRows) -> bool:
-        """Returns whether a kernel for these rows reads the ones that are ``needed``."""
+    def serve(self, problem: Problem) -> bool:
+        """Returns whether a kernel for these rows reads those of the problem as they lie, or copied."""
+        if not self.linear:
+            return True
+        needed = linear_rows(problem)
         return (
-            self.linear == needed.linear
+            needed is not None
             and self.planes % needed.planes == 0
             and self.misalignment >= needed.misalignment
         )
@@ -64,7 +68,7 @@ class Stride1Tile:
         m_tiles: tiles of 64 rows of a warpgroup, each four fragments of 16 output channels of one column of
             taps.
         cols: columns of the image that the block walks down.
-        rows: how the rows of grad_output begin.
+        rows: how the rows of grad_output are addressed.
         stages: rows of the image in shared memory.
         segment: rows of grad_output that are computed one after another.
         flush: segments that are added into the same sums.
@@ -104,17 +108,39 @@ def alignment(problem: Problem) -> int:
     return ALIGNMENT_BYTES // problem.dtype.itemsize
 
 
-def linear_output(problem: Problem) -> bool:
-    """Returns whether grad_output is addressed linearly, because its rows are no multiples of 16 bytes."""
-    return not problem.channels_last and problem.geometry.out_width % alignment(problem) != 0
+def linear_rows(problem: Problem) -> OutputRows | None:
+    """Returns how rows of grad_output begin that are addressed linearly, or None where they may not be: a tap reads
+    beyond their ends, or the channels are no whole planes."""
+    g, unit = problem.geometry, alignment(problem)
+    if problem.channels_last or g.padding[1] > 0:
+        return None
+    # After so many channels grad_output lies at a multiple of 16 bytes again.
+    planes = unit // gcd(unit, g.out_height * g.out_width)
+    if g.out_channels_per_group % planes:
+        return None
+    return OutputRows(True, planes, unit - gcd(unit, g.out_width, g.out_height * g.out_width))
 
 
-def planes_of(problem: Problem) -> int:
-    """Returns after how many channels grad_output lies at a multiple of 16 bytes again."""
-    if not linear_output(problem):
-        return 1
-    unit = alignment(problem)
-    return unit // gcd(unit, problem.geometry.out_height * problem.geometry.out_width)
+def output_rows(problem: Problem) -> Iterator[OutputRows]:
+    """Yields how the kernels that are compared for this size address the rows of grad_output: linearly only rows that
+    are no multiples of 16 bytes."""
+    g, unit = problem.geometry, alignment(problem)
+    yield OutputRows(False, 1, 0 if problem.channels_last else -g.padding[1] % unit)
+    linear = linear_rows(problem) if g.out_width % unit else None
+    if linear is not None:
+        yield linear
+
+
+def copied_rows(problem: Problem, rows: OutputRows) -> list[Rows]:
+    """Returns the rows of grad_output and of the input that are copied to longer ones before a kernel reads them."""
+    if problem.channels_last:
+        return []
+    g, item = problem.geometry, problem.dtype.itemsize
+    into = rows_of_images(1, g.batch * g.in_channels, g.height, g.width, item)
+    out = None
+    if not rows.linear:
+        out = rows_of_images(0, g.batch * g.out_channels, g.out_height, g.out_width, item)
+    return [one for one in (out, into) if one is not None]
 
 
 def fragments_of(geometry: Geometry) -> int:
@@ -145,15 +171,6 @@ def output_pixels(problem: Problem, tile: Stride1Tile) -> int:
     if problem.channels_last:
         return read
     return ceil_div(read + tile.rows.misalignment + unit, 2 * unit) * 2 * unit - unit
-
-
-def output_rows(problem: Problem) -> OutputRows:
-    """Returns how the rows of grad_output begin at this size."""
-    g, unit = problem.geometry, alignment(problem)
-    if linear_output(problem):
-        misalignment = unit - gcd(unit, g.out_width, g.out_height * g.out_width)
-        return OutputRows(True, planes_of(problem), misalignment)
-    return OutputRows(False, 1, 0 if problem.channels_last else -g.padding[1] % unit)
 
 
 def raw_stages(problem: Problem) -> int:
@@ -196,10 +213,14 @@ def tiles_of(geometry: Geometry, tile: Stride1Tile) -> int:
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Stride1Tile]:
-    """Yields the tiles that are compared, for rows that begin as those of the size do, without segments and
-    splits."""
+    """Yields the tiles that are compared, for rows that begin as those of the size do, or as those of a copy, without
+    segments and splits."""
+    for rows in output_rows(problem):
+        yield from _candidates(problem, rows, device)
+
+
+def _candidates(problem: Problem, rows_of_output: OutputRows, device: Device) -> Iterator[Stride1Tile]:
     g = problem.geometry
-    rows_of_output = output_rows(problem)
     box = BOX_BYTES // problem.dtype.itemsize
     for channels, rows, (warpgroups, max_sums), cols in itertools.product(
         (32, 64, 128), range(1, g.kernel[0] + 1), MAX_SUMS.items(), (box, 2 * box)

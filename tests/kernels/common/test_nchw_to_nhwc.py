@@ -126,7 +126,7 @@ def test_copies_and_the_workspace_of_parts_do_not_overlap() -> None:
         problem(WIDE._replace(out_channels=252)),
         problem()._replace(channels_last=True),
     ],
-    ids=["empty batch", "more than 1 GiB", "32 bits", "pixels of no whole 16 bytes", "channels_last"],
+    ids=["empty batch", "too many bytes", "32 bits", "pixels of no whole 16 bytes", "channels_last"],
 )
 def test_not_every_problem_can_go_that_way(posed: plan.Problem) -> None:
     mask = (True, True, True)

@@ -153,7 +153,7 @@ Size = tuple[int, int, int]
 CASES: dict[str, tuple[TileProblem, Tile, list[Size], list[Size]]] = {
     "any": (posed(WIDE), WGMMA, [(1, 1, 1), (9999, 64, 64), (1, 2048, 2048), (3, 7, 5)], []),
     "any flat": (posed(FLAT), FLAT_WGMMA, [(1, 1, 1), (9999, 64, 64), (3, 7, 5)], []),
-    "copied": (COPIED, TMA, [(512, 64, 64), (3, 7, 5)], [(513, 64, 64)]),
+    "copied": (COPIED, TMA, [(1280, 64, 64), (3, 7, 5)], [(1281, 64, 64)]),
     "split": (posed(WIDE), MMA._replace(splits=2), [(16, 32, 32), (3, 7, 5)], [(17, 32, 32)]),
     "aligned rows": (
         posed(WIDE)._replace(aligned=True),

@@ -3,6 +3,7 @@ inputs."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -62,11 +63,13 @@ def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry
         found = list(forward_stride1_tile.kernels(posed, H200))
         assert found
         for kernel in found:
-            assert kernel.computes(posed)
+            assert forward_stride1.computes(kernel, posed)
             assert forward_stride1_tile.shared_bytes(posed, kernel) <= H200.shared_memory_per_block
             _, tile = best_tile(posed, kernel, H200)
-            pack, main = forward_stride1.lower(posed, tile).launches
-            assert pack.grid * pack.block * 16 >= forward_stride1.lower(posed, tile).workspace_bytes
+            *pads, pack, main = forward_stride1.lower(posed, tile).launches
+            assert len(pads) == len(forward_stride1_tile.copied_rows(posed, kernel))
+            packed = forward_stride1_tile.packed_bytes(posed, kernel)
+            assert packed <= pack.grid * pack.block * 16 < packed + 256 * 16
             for one in main.tensor_maps:
                 assert all(stride % 16 == 0 for stride in one.strides)
                 assert all(1 <= size <= 256 for size in one.box)
@@ -75,7 +78,7 @@ def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry
 
 def test_images_that_the_implicit_gemm_does_not_compute_have_a_kernel() -> None:
     """Also of a layer that has none of stride1 for smaller ones."""
-    layer = as_output(Geometry(4, 128, 64, 64, 32, (3, 3), (1, 1), (1, 1)), torch.float16)
+    layer = as_output(Geometry(4, 96, 64, 64, 32, (3, 3), (1, 1), (1, 1)), torch.float16)
     assert not kernels_of(of_any_size(layer), H200).stride1
     huge = layer._replace(geometry=layer.geometry._replace(height=2048, width=2048))
     assert not forward_implicit_gemm.supports(huge, H200)
@@ -83,20 +86,54 @@ def test_images_that_the_implicit_gemm_does_not_compute_have_a_kernel() -> None:
 
 
 def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> None:
-    """Where no tap reads beyond the ends of rows: one that loads consecutive pixels of two planes computes all."""
+    """Where no tap reads beyond the ends of rows: one that loads consecutive pixels of two planes computes all. Kernels
+    of aligned rows read copies."""
     layer = FEW._replace(padding=(0, 2))
     two_planes = [one for one in forward_stride1_tile.kernels(as_output(layer), H200) if one.planes == 2]
     assert two_planes
     for width, height, planes in ((1024, 512, 1), (1026, 512, 1), (1026, 511, 2), (1025, 510, 2)):
         posed = as_output(layer._replace(width=width, height=height))
         found = list(forward_stride1_tile.kernels(posed, H200))
-        assert {one.unaligned_rows for one in found} == ({True, False} if width == 1024 else {True})
-        assert {one.planes for one in found} == {planes, 2}
+        assert {one.unaligned_rows for one in found} == {True, False}
+        assert {one.planes for one in found if one.unaligned_rows} == {planes, 2}
         assert {one for one in found if one.planes == 2} == set(two_planes)
-        assert all(one.computes(posed) for one in two_planes)
+        assert all(forward_stride1.computes(one, posed) for one in two_planes)
+        copied = {
+            len(forward_stride1_tile.copied_rows(posed, one)) for one in found if not one.unaligned_rows
+        }
+        assert copied == {int(width % 4 > 0)}
     # Taps that read beyond the ends need rows that begin at multiples of 16 bytes.
-    assert not any(one.computes(as_output(FEW)) for one in two_planes)
-    assert not any(one.computes(as_output(layer._replace(width=1025, height=511))) for one in two_planes)
+    for other in (FEW, layer._replace(width=1025, height=511)):
+        assert not any(forward_stride1.computes(one, as_output(other)) for one in two_planes)
+
+
+@DTYPES
+def test_rows_that_are_not_aligned_are_copied_to_longer_ones(dtype: torch.dtype) -> None:
+    posed, aligned = (as_output(PADDED._replace(width=width), dtype) for width in (1023, 1024))
+    kernel = next(forward_stride1_tile.kernels(posed, H200))
+    assert kernel in forward_stride1_tile.kernels(aligned, H200)
+    (clocks, tile), (without_copy, same) = (best_tile(one, kernel, H200) for one in (posed, aligned))
+    assert clocks > without_copy
+    part, other = forward_stride1.lower(posed, tile), forward_stride1.lower(aligned, same)
+    pad, _, main = part.launches
+    assert (pad.kernel.entry, main.kernel) == ("pad_rows", other.launches[-1].kernel)
+    (map_,) = main.tensor_maps
+    assert (map_.sizes[0], map_.strides[0]) == (1023, 1024 * dtype.itemsize)
+    # The copy lies behind the packed weights.
+    assert pad.arguments[1] == map_.base
+    assert map_.base.value == other.workspace_bytes >= forward_stride1_tile.packed_bytes(posed, kernel)
+    assert part.workspace_bytes == map_.base.value + math.prod(map_.strides[2:]) * posed.geometry.batch
+
+
+def test_copies_of_rows_are_limited() -> None:
+    """Larger images have other kernels."""
+    posed = as_output(PADDED._replace(width=1023, batch=400))
+    assert forward_stride1.supports(posed, H200)
+    kernels = list(forward_stride1_tile.kernels(posed, H200))
+    assert kernels
+    assert not forward_stride1.ranked(kernels, posed, H200)
+    fewer = posed._replace(geometry=posed.geometry.with_batch(8))
+    assert forward_stride1.ranked(kernels, fewer, H200)
 
 
 @DTYPES
@@ -135,7 +172,7 @@ def expected_of_all() -> list[tuple[float, int]]:
 def test_every_constant_of_the_expected_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     base = expected_of_all()
     constants = [name for name in vars(forward_stride1_clocks) if name.isupper() and name != "PIXELS"]
-    assert len(constants) == 13
+    assert len(constants) == 14
     for name in constants:
         value = getattr(forward_stride1_clocks, name)
         more = (
@@ -162,19 +199,22 @@ def test_the_expected_time_ranks_it_with_the_implicit_gemm() -> None:
         assert forward_plan.part_candidates(posed, H200, 1) == [own[0].make()]
 
 
+def loads_unaligned(posed: TileProblem) -> bool:
+    return any(one.unaligned_rows for one in forward_stride1_tile.kernels(posed, H200))
+
+
 def test_other_problems_are_not_claimed() -> None:
     assert forward_stride1.supports(as_output(FEW), H200)
     assert not forward_stride1.supports(as_output(FEW), H200._replace(architecture="sm_100"))
     for other in ({"stride": (2, 2)}, {"dilation": (1, 2)}, {"groups": 2}, {"in_channels": 288}):
         assert not forward_stride1.supports(as_output(FEW._replace(**other)), H200)
-    # Rows whose bytes are no multiple of 16 are supported only where no tap reads beyond their ends.
+    # Rows whose bytes are no multiple of 16 are read as they lie only where no tap reads beyond their ends.
     uneven = FEW._replace(width=1026)
-    assert not forward_stride1.supports(as_output(uneven), H200)
-    assert forward_stride1.supports(as_output(uneven._replace(padding=(0, 2))), H200)
+    assert not loads_unaligned(as_output(uneven))
+    assert loads_unaligned(as_output(uneven._replace(padding=(0, 2))))
     # Addresses of every second channel differ by multiples of 16 bytes, or only those of every fourth.
-    assert forward_stride1.supports(as_output(uneven._replace(height=511, padding=(0, 2))), H200)
-    fourth = uneven._replace(width=1025, height=511, padding=(0, 2))
-    assert not forward_stride1.supports(as_output(fourth), H200)
+    assert loads_unaligned(as_output(uneven._replace(height=511, padding=(0, 2))))
+    assert not loads_unaligned(as_output(uneven._replace(width=1025, height=511, padding=(0, 2))))
     # All weights of some output channels have to fit shared memory.
     assert not list(forward_stride1_tile.kernels(as_output(SQUARE._replace(kernel=(3, 7))), H200))
 

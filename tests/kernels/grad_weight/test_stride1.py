@@ -3,6 +3,7 @@ its tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -82,23 +83,84 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
     assert family(problem(small)) == "stride1"
 
 
-def test_only_aligned_layers_of_stride_1_are_claimed() -> None:
+def test_only_layers_of_stride_1_are_claimed() -> None:
     def supports(geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> bool:
         return stride1.supports(problem(geometry, dtype, channels_last), H200)
 
     assert not stride1.supports(problem(SQUARE), H200._replace(architecture="sm_100"))
     assert not supports(SQUARE._replace(stride=(2, 2)))
     assert not supports(SQUARE._replace(dilation=(2, 1)))
-    # Rows of the input that are no multiples of 16 bytes.
-    assert not supports(SQUARE._replace(width=1022))
-    assert supports(SQUARE._replace(width=1020))
-    assert not supports(SQUARE._replace(width=1020), torch.float16)
     assert supports(SQUARE._replace(width=1022), channels_last=True)
-    # Rows of grad_output that are none, and a tap beside them.
-    assert not supports(SQUARE._replace(kernel=(3, 4), padding=(0, 1)))
+    assert not supports(SQUARE._replace(width=1022), torch.float16, channels_last=True)
+    assert not supports(SQUARE._replace(in_channels=62), channels_last=True)
+
+
+def copied(geometry: Geometry, dtype: torch.dtype = torch.float32, linear: bool = False) -> set[int]:
+    """Returns the operands that a tile for rows that are addressed so copies."""
+    posed = problem(geometry, dtype)
+    (rows,) = (one for one in tiles.output_rows(posed) if one.linear == linear)
+    return {one.operand for one in tiles.copied_rows(posed, rows)}
+
+
+def test_rows_that_are_not_aligned_are_copied_to_longer_ones() -> None:
+    """Those of grad_output (operand 0) only where they are not addressed linearly."""
+    padded = SQUARE._replace(padding=(1, 1))
+    assert copied(padded) == copied(padded._replace(width=1020)) == set()
+    assert copied(padded._replace(width=1020), torch.float16) == {0, 1}
+    assert copied(padded._replace(width=1022)) == {0, 1}
+    assert copied(SQUARE) == {0}
+    assert copied(SQUARE, linear=True) == set()
+    assert copied(SQUARE._replace(width=1022)) == {1}
+    assert copied(SQUARE._replace(width=1023), linear=True) == {1}
+    # A tap beside the rows of grad_output.
+    assert [one.linear for one in tiles.output_rows(problem(padded._replace(kernel=(3, 4))))] == [False]
     # Every other channel of grad_output lies at a multiple of 16 bytes, and a group has an odd number of them.
-    assert supports(SQUARE._replace(height=1023, out_channels=66))
-    assert not supports(SQUARE._replace(height=1023, out_channels=65))
+    taller = problem(SQUARE._replace(height=1023, out_channels=66))
+    assert [one.planes for one in tiles.output_rows(taller)] == [1, 2]
+    odd = problem(SQUARE._replace(height=1023, out_channels=65))
+    assert [one.planes for one in tiles.output_rows(odd)] == [1]
+
+
+def test_a_kernel_reads_rows_that_begin_elsewhere() -> None:
+    """One that addresses two planes linearly reads one, and one for aligned rows reads copies; neither reads more
+    planes."""
+    one_plane, two_planes, more = (problem(SQUARE._replace(height=height)) for height in (1024, 1023, 1022))
+    odd = problem(SQUARE._replace(height=1023, width=1023))
+    aligned, two = tiles.output_rows(two_planes)
+    assert (two.linear, two.planes, aligned.linear) == (True, 2, False)
+    assert [two.serve(posed) for posed in (one_plane, two_planes, more, odd)] == [True, True, True, False]
+    assert all(aligned.serve(posed) for posed in (one_plane, two_planes, more, odd))
+    (_, one) = tiles.output_rows(one_plane)
+    assert not one.serve(two_planes)
+    assert not two.serve(problem(SQUARE._replace(padding=(1, 1), height=1023)))
+
+
+@pytest.mark.parametrize("dtype", MODES[:2], ids=str)
+def test_copies_lie_behind_the_partial_sums(dtype: torch.dtype) -> None:
+    padded = SQUARE._replace(padding=(1, 1), height=500)
+    posed, aligned = (problem(padded._replace(width=width), dtype) for width in (1023, 1024))
+    tile = next(tiles.candidates(posed, H200))
+    assert tile in tiles.candidates(aligned, H200)
+    (clocks, chosen), (without, same) = (
+        stride1_clocks.best_tile(one, tile, H200) for one in (posed, aligned)
+    )
+    assert clocks > without
+    part, other = stride1.lower(posed, chosen), stride1.lower(aligned, same)
+    *pads, main, _ = part.launches
+    assert [one.kernel.entry for one in pads] == ["pad_rows", "pad_rows"]
+    assert main.kernel == other.launches[0].kernel
+    into, out = main.tensor_maps
+    assert [one.arguments[1] for one in pads] == [out.base, into.base]
+    assert out.base.value >= chosen.splits * weight_bytes(posed.geometry)
+    for map_ in (into, out):
+        assert map_.sizes[0] == 1023
+        assert map_.strides[0] == 1024 * dtype.itemsize
+    assert into.base.value - out.base.value == math.prod(out.sizes[1:]) * 1024 * dtype.itemsize
+    assert part.workspace_bytes == 2 * into.base.value - out.base.value
+    # Larger images have other kernels.
+    many = problem(padded._replace(width=1023, batch=100), dtype)
+    assert stride1.supports(many, H200)
+    assert not stride1.ranked([tile], many, H200)
 
 
 def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
@@ -109,7 +171,9 @@ def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
             rng.randint(1, 3),
             groups * rng.choice((32, 36, 64, 96, 160)),
             rng.randint(1, 40),
-            rng.randint(1, 140) if channels_last else 8 * rng.randint(1, 18),
+            rng.randint(1, 140)
+            if channels_last
+            else rng.choice((8 * rng.randint(1, 18), rng.randint(1, 140))),
             groups * rng.choice((4, 16, 24, 64, 128)),
             kernel,
             padding=(rng.randint(0, kernel[0]), rng.choice((0, rng.randint(0, kernel[1])))),
