@@ -13,8 +13,8 @@
 // is stored once more behind the last stage, so that rows of taps are always contiguous.
 //
 // Covers: float32 (TF32), float16, bfloat16; stride 1, dilation 1, any kernel and groups. NCHW: rows of the input of a
-// multiple of 16 bytes; those of grad_output too, or (LINEAR_OUTPUT) no padding of columns, and grad_output's channels
-// of a group in PLANES planes. channels_last: float32, channels of a group in fours.
+// multiple of 16 bytes; those of grad_output too, or (LINEAR_OUTPUT) no padding of columns, and channels of a group of
+// grad_output in whole PLANES. channels_last: float32, channels of a group in fours.
 // Split s takes segments s, s + splits and so on of (image, segment, column tile); its sums are
 // gradient[split][ci][tap][co], which grad_weight/split_k_reduce_untiled.cu adds up.
 #include "common/mma.cuh"

@@ -23,8 +23,8 @@ constexpr int CI_TILES = ceil_div(CI_GROUP, TILE_CI), TAP_ROW_TILES = ceil_div(K
 
 constexpr int ITEM = static_cast<int>(sizeof(Element));
 constexpr int BOX_ROW_BYTES = 128, BOX = BOX_ROW_BYTES / ITEM, BOXES = TILE_W / BOX;
-/// Elements of 16 bytes: a box begins at a multiple of them.
-constexpr int ALIGNMENT = 16 / ITEM;
+/// Elements of 16 bytes: a box begins at a multiple of them; every PLANES-th channel lies at a multiple of them.
+constexpr int ALIGNMENT = 16 / ITEM, PLANES = LINEAR_OUTPUT ? ALIGNMENT : 1;
 /// Rows of the input that a row of grad_output needs beside the one that is loaded with it.
 constexpr int HALO_ROWS = TILE_TAP_ROWS - 1;
 constexpr int ROW_BYTES = TILE_CI * BOX_ROW_BYTES, BOX_PITCH = (STAGES + HALO_ROWS) * ROW_BYTES;
@@ -41,7 +41,6 @@ constexpr int BARRIERS = RAW_AT + RAW_STAGES * RAW_BYTES, RAW_BARRIERS = BARRIER
 static_assert(SHARED_BYTES == RAW_BARRIERS + RAW_STAGES * 16 + 1024, "the plan and the kernel must agree");
 static_assert(TILE_W % BOX == 0 && STAGES > TILE_TAP_ROWS && ROW_BYTES % 1024 == 0);
 static_assert(CHANNELS_LAST ? ITEM == 4 && TILE_CI % BOX == 0 && OUTPUT_CHANNELS % BOX == 0 : OUTPUT_PITCH_BYTES % 32 == 16 && 8 % PLANES == 0);
-static_assert(LINEAR_OUTPUT || PLANES == 1);
 
 struct Ring : StageRing<STAGES, OUTPUT_AT, OUTPUT_BYTES, BARRIERS> {
   using StageRing::StageRing;
@@ -84,10 +83,14 @@ struct Segment {
   }
 };
 
+/// Pixels by which a plane's boxes begin earlier than those of the plane before it, so that the eight channels that a warp
+/// reads at once, 8 / PLANES of each plane, lie in different banks.
+constexpr int PLANE_STAGGER = 8 / PLANES * ALIGNMENT;
+
 /// Pixels from where a row's box of a plane begins (in NCHW a multiple of 16 bytes) to what the first column of taps
 /// reads.
 __device__ __forceinline__ int misalignment(const GradWeightStride1Sizes& sizes, int row, int plane) {
   if constexpr (CHANNELS_LAST) return 0;
   if constexpr (!LINEAR_OUTPUT) return (ALIGNMENT - PADDING_W % ALIGNMENT) % ALIGNMENT;
-  return (row * (sizes.out_width % ALIGNMENT) + plane * (sizes.out_height * sizes.out_width % ALIGNMENT)) % ALIGNMENT;
+  return plane * PLANE_STAGGER + (row * (sizes.out_width % ALIGNMENT) + plane * (sizes.out_height * sizes.out_width % ALIGNMENT)) % ALIGNMENT;
 }

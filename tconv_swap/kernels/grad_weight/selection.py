@@ -212,23 +212,18 @@ def _of_im2col_nhwc(layer: Problem, sizes: Sequence[Geometry], device: Device) -
 
 def _of_stride1(layer: Problem, sizes: Sequence[Geometry], device: Device) -> Iterator[Timed]:
     posed = [layer._replace(geometry=geometry) for geometry in sizes]
-    supported = [problem for problem in posed if grad_weight_stride1.supports(problem, device)]
-    # Sizes whose rows begin alike have the same tiles.
-    of_rows = {tuple(grad_weight_stride1_tile.output_rows(problem)): problem for problem in supported}
-    tiles = dict.fromkeys(
-        tile for problem in of_rows.values() for tile in grad_weight_stride1_tile.candidates(problem, device)
-    )
+    supported = [grad_weight_stride1.supports(problem, device) for problem in posed]
     computed = {
-        (rows, problem): grad_weight_stride1.computes(rows, problem)
-        for rows in {tile.rows for tile in tiles}
-        for problem in supported
+        linear: [
+            may and grad_weight_stride1.computes(problem, linear)
+            for problem, may in zip(posed, supported, strict=True)
+        ]
+        for linear in (False, True)
     }
-    for tile in tiles:
+    for tile in grad_weight_stride1_tile.candidates(layer, device) if any(supported) else ():
         times = [
-            grad_weight_stride1_clocks.best_tile(problem, tile, device)[0]
-            if computed.get((tile.rows, problem))
-            else math.inf
-            for problem in posed
+            grad_weight_stride1_clocks.best_tile(problem, tile, device)[0] if may else math.inf
+            for problem, may in zip(posed, computed[tile.linear], strict=True)
         ]
         yield Timed("stride1", tile, times, False)
 

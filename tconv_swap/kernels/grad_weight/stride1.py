@@ -20,12 +20,12 @@ from tconv_swap.kernels.grad_weight.stride1_clocks import best_tile
 from tconv_swap.kernels.grad_weight.stride1_tile import (
     BOX_BYTES,
     BOX_CHANNELS,
-    OutputRows,
     Stride1Tile,
     alignment,
     copied_rows,
     output_channels,
     output_pixels,
+    planes_of,
     raw_stages,
     shared_bytes,
     tiles_of,
@@ -60,14 +60,14 @@ def ranked(among: Iterable[Stride1Tile], problem: Problem, device: Device) -> li
     tiles = tuple(among)
     if not tiles or not supports(problem, device):
         return []
-    best = [best_tile(problem, tile, device) for tile in tiles if computes(tile.rows, problem)]
+    best = [best_tile(problem, tile, device) for tile in tiles if computes(problem, tile.linear)]
     return [Ranked(clocks, partial(lower, problem, tile)) for clocks, tile in sorted(best, key=itemgetter(0))]
 
 
-def computes(rows: OutputRows, problem: Problem) -> bool:
-    """Returns whether a kernel that addresses grad_output so computes the problem, which ``supports`` allows: it reads
-    the tensors as they lie, or copies."""
-    return rows.serve(problem) and copies_fit(copied_rows(problem, rows), problem.dtype)
+def computes(problem: Problem, linear: bool) -> bool:
+    """Returns whether the kernel computes the problem, which ``supports`` allows, addressing grad_output linearly or
+    not: copies of the rows that it does not read as they lie are small enough."""
+    return copies_fit(copied_rows(problem, linear), problem.dtype)
 
 
 def supports(problem: Problem, device: Device) -> bool:
@@ -98,7 +98,7 @@ def _maps(
     """
     g = problem.geometry
     channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
-    item, planes = problem.dtype.itemsize, tile.rows.planes
+    item, planes = problem.dtype.itemsize, planes_of(problem, tile)
 
     def mapped(index: int, sizes: Sequence[int], box: Sequence[int], swizzle_bytes: int) -> TensorMap:
         base, innermost = input_(index), sizes[0]
@@ -122,7 +122,7 @@ def _maps(
         (BOX_BYTES // item, 1, tile.channels, 1),
         BOX_BYTES,
     )
-    if tile.rows.linear:
+    if tile.linear:
         size = planes * g.out_height * g.out_width
         return into, mapped(0, (size, g.out_channels // planes, g.batch), (pixels, channels // planes, 1), 0)
     return into, mapped(0, (g.out_width, g.out_height, g.out_channels, g.batch), (pixels, 1, channels, 1), 0)
@@ -135,7 +135,7 @@ def lower(problem: Problem, tile: Stride1Tile) -> Part:
     shared = shared_bytes(problem, tile)
     memory = WorkspaceLayout()
     sums_at = 0 if direct else memory.reserve(tile.splits * weight_bytes(g))
-    copied = copied_rows(problem, tile.rows)
+    copied = copied_rows(problem, tile.linear)
     copies = {rows.operand: (rows, memory.reserve(rows.bytes(problem.dtype))) for rows in copied}
     kernel = Kernel(
         "grad_weight/stride1.cu",
@@ -145,8 +145,7 @@ def lower(problem: Problem, tile: Stride1Tile) -> Part:
             ("PRECISION", TF32_PRECISIONS[problem.dtype]),
             *g.layer_constants,
             ("CHANNELS_LAST", problem.channels_last),
-            ("LINEAR_OUTPUT", tile.rows.linear),
-            ("PLANES", tile.rows.planes),
+            ("LINEAR_OUTPUT", tile.linear),
             ("TILE_TAP_ROWS", tile.tap_rows),
             ("TILE_CI", tile.channels),
             ("WARPGROUPS", tile.warpgroups),

@@ -28,9 +28,6 @@ from tconv_swap.runtime.integers import ceil_div
 BYTE_CLOCKS, PARTIAL_BYTE_CLOCKS, FLUSH_CLOCKS = 0.00017, 0.00065, 17300
 #: Clocks of a row beside its work; of its multiplies over those of the tensor cores; of a step of a fragment.
 ROW_CLOCKS, MULTIPLY_CLOCKS, FRAGMENT_CLOCKS = 139, 0.654, 3.23
-#: Clocks of a step of a fragment for each plane of grad_output beyond two, whose words lie in the same banks, and for
-#: each of the one or two words (16 bits) that hold a word of the fragment: fitted to 37 times of an H200.
-PLANE_CLOCKS = 2.35
 #: Clocks of a byte of a row of the input, and of grad_output, in NCHW and in channels_last, where the input is
 #: transposed.
 INPUT_BYTE_CLOCKS, INPUT_BYTE_CLOCKS_NHWC = 0.0174, 0.0341
@@ -60,7 +57,7 @@ def best_tile(problem: Problem, tile: Stride1Tile, device: Device) -> tuple[floa
     clocks, segment, flush, splits = best
     clocks += BYTE_CLOCKS * tensor_bytes(g, problem.dtype.itemsize)
     clocks += PARTIAL_BYTE_CLOCKS * weight_bytes(g) * splits
-    clocks += copies_clocks(copied_rows(problem, tile.rows), problem.dtype)
+    clocks += copies_clocks(copied_rows(problem, tile.linear), problem.dtype)
     return clocks, replace(tile, segment=segment, flush=flush, splits=splits)
 
 
@@ -75,6 +72,5 @@ def row_clocks(problem: Problem, tile: Stride1Tile) -> float:
         loaded = into * (tile.stages + tile.tap_rows - 1) // tile.stages
         load = INPUT_BYTE_CLOCKS * loaded + OUTPUT_BYTE_CLOCKS * out
     multiply = MULTIPLY_CLOCKS * (tile.warpgroups * tile.m_tiles * tile.columns // 2) * steps
-    fragment = FRAGMENT_CLOCKS + PLANE_CLOCKS * max(0, tile.rows.planes - 2) * (4 // problem.dtype.itemsize)
-    clocks = ROW_CLOCKS + multiply + fragment * tile.fragments * steps + load
+    clocks = ROW_CLOCKS + multiply + FRAGMENT_CLOCKS * tile.fragments * steps + load
     return clocks * (SHORT_RING if tile.stages == tile.tap_rows + 1 else 1.0)

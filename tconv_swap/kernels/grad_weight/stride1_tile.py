@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.pad_rows import Rows, rows_of_images
@@ -21,6 +20,8 @@ MAX_BYTES_PER_SUM = 1024 * STEP_BYTES
 FRAGMENT_CHANNELS = 16
 #: Bytes of shared memory that align the stages to 1024 bytes.
 EXTRA_BYTES = 1024
+#: Pixels by which each plane's boxes of grad_output begin earlier than those of the plane before it.
+PLANE_STAGGER = 8
 #: Stages of the ring.
 MAX_STAGES = 8
 #: Rows of the input that wait to be transposed in channels_last; channels of a box there.
@@ -29,33 +30,6 @@ RAW_STAGES, BOX_CHANNELS = 3, 32
 WIDTHS = (64, 96, 128, 192, 256)
 #: Sums of a thread, by the number of warpgroups that multiply.
 MAX_SUMS = {2: 128, 3: 96}
-
-
-@dataclass(frozen=True, slots=True)
-class OutputRows:
-    """How a kernel addresses the rows of grad_output in NCHW.
-    Attributes:
-        linear: a row begins anywhere in an image, which is addressed as one row of pixels; else at multiples of
-            16 bytes, or it is copied to a row that does.
-        planes: channels are ``planes`` interleaved planes, in each of which they lie a multiple of 16 bytes
-            apart.
-        misalignment: elements before a row, at most, at which its box begins.
-    """
-
-    linear: bool
-    planes: int
-    misalignment: int
-
-    def serve(self, problem: Problem) -> bool:
-        """Returns whether a kernel for these rows reads those of the problem as they lie, or copied."""
-        if not self.linear:
-            return True
-        needed = linear_rows(problem)
-        return (
-            needed is not None
-            and self.planes % needed.planes == 0
-            and self.misalignment >= needed.misalignment
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +42,8 @@ class Stride1Tile:
         m_tiles: tiles of 64 rows of a warpgroup, each four fragments of 16 output channels of one column of
             taps.
         cols: columns of the image that the block walks down.
-        rows: how the rows of grad_output are addressed.
+        linear: whether a row of grad_output in NCHW begins anywhere in an image, which is addressed as one row of
+            pixels; else at multiples of 16 bytes, or it is copied to a row that does.
         stages: rows of the image in shared memory.
         segment: rows of grad_output that are computed one after another.
         flush: segments that are added into the same sums.
@@ -80,7 +55,7 @@ class Stride1Tile:
     warpgroups: int
     m_tiles: int
     cols: int
-    rows: OutputRows
+    linear: bool
     stages: int = 0
     segment: int = 0
     flush: int = 0
@@ -108,37 +83,27 @@ def alignment(problem: Problem) -> int:
     return ALIGNMENT_BYTES // problem.dtype.itemsize
 
 
-def linear_rows(problem: Problem) -> OutputRows | None:
-    """Returns how rows of grad_output begin that are addressed linearly, or None where they may not be: a tap reads
-    beyond their ends, or the channels are no whole planes."""
-    g, unit = problem.geometry, alignment(problem)
-    if problem.channels_last or g.padding[1] > 0:
-        return None
-    # After so many channels grad_output lies at a multiple of 16 bytes again.
-    planes = unit // gcd(unit, g.out_height * g.out_width)
-    if g.out_channels_per_group % planes:
-        return None
-    return OutputRows(True, planes, unit - gcd(unit, g.out_width, g.out_height * g.out_width))
+def may_be_linear(problem: Problem) -> bool:
+    """Returns whether a kernel may address the rows of grad_output linearly, at any size: no tap reads beyond their
+    ends, and the channels of a group are whole planes."""
+    g = problem.geometry
+    return not problem.channels_last and g.padding[1] == 0 == g.out_channels_per_group % alignment(problem)
 
 
-def output_rows(problem: Problem) -> Iterator[OutputRows]:
-    """Yields how the kernels that are compared for this size address the rows of grad_output: linearly only rows that
-    are no multiples of 16 bytes."""
-    g, unit = problem.geometry, alignment(problem)
-    yield OutputRows(False, 1, 0 if problem.channels_last else -g.padding[1] % unit)
-    linear = linear_rows(problem) if g.out_width % unit else None
-    if linear is not None:
-        yield linear
+def planes_of(problem: Problem, tile: Stride1Tile) -> int:
+    """Returns how many interleaved planes the channels of grad_output are: in each of them they lie a multiple of 16
+    bytes apart."""
+    return alignment(problem) if tile.linear else 1
 
 
-def copied_rows(problem: Problem, rows: OutputRows) -> list[Rows]:
+def copied_rows(problem: Problem, linear: bool) -> list[Rows]:
     """Returns the rows of grad_output and of the input that are copied to longer ones before a kernel reads them."""
     if problem.channels_last:
         return []
     g, item = problem.geometry, problem.dtype.itemsize
     into = rows_of_images(1, g.batch * g.in_channels, g.height, g.width, item)
     out = None
-    if not rows.linear:
+    if not linear:
         out = rows_of_images(0, g.batch * g.out_channels, g.out_height, g.out_width, item)
     return [one for one in (out, into) if one is not None]
 
@@ -170,7 +135,9 @@ def output_pixels(problem: Problem, tile: Stride1Tile) -> int:
     read = tile.cols + g.kernel[1] - 1
     if problem.channels_last:
         return read
-    return ceil_div(read + tile.rows.misalignment + unit, 2 * unit) * 2 * unit - unit
+    # A row begins at most unit - 1 pixels behind a multiple of 16 bytes, and there are unit planes.
+    before = (1 + PLANE_STAGGER) * (unit - 1) if tile.linear else -g.padding[1] % unit
+    return ceil_div(read + before + unit, 2 * unit) * 2 * unit - unit
 
 
 def raw_stages(problem: Problem) -> int:
@@ -185,7 +152,7 @@ def row_bytes(problem: Problem, tile: Stride1Tile) -> tuple[int, int]:
     into = tile.channels * tile.cols * item
     if problem.channels_last:
         return into, channels // BOX_CHANNELS * round_up(pixels * BOX_CHANNELS * 4, 1024)
-    planes = tile.rows.planes
+    planes = planes_of(problem, tile)
     return into, planes * round_up(channels // planes * pixels * item, 128)
 
 
@@ -213,22 +180,20 @@ def tiles_of(geometry: Geometry, tile: Stride1Tile) -> int:
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Stride1Tile]:
-    """Yields the tiles that are compared, for rows that begin as those of the size do, or as those of a copy, without
-    segments and splits."""
-    for rows in output_rows(problem):
-        yield from _candidates(problem, rows, device)
-
-
-def _candidates(problem: Problem, rows_of_output: OutputRows, device: Device) -> Iterator[Stride1Tile]:
+    """Yields the tiles that are compared for all sizes of a layer, without segments and splits."""
     g = problem.geometry
     box = BOX_BYTES // problem.dtype.itemsize
-    for channels, rows, (warpgroups, max_sums), cols in itertools.product(
-        (32, 64, 128), range(1, g.kernel[0] + 1), MAX_SUMS.items(), (box, 2 * box)
+    for channels, rows, (warpgroups, max_sums), cols, linear in itertools.product(
+        (32, 64, 128),
+        range(1, g.kernel[0] + 1),
+        MAX_SUMS.items(),
+        (box, 2 * box),
+        (False, True) if may_be_linear(problem) else (False,),
     ):
         if channels * rows not in WIDTHS or channels >= 2 * max(32, g.in_channels_per_group):
             continue
         for m_tiles in (1, 2):
-            tile = Stride1Tile(rows, channels, warpgroups, m_tiles, cols, rows_of_output)
+            tile = Stride1Tile(rows, channels, warpgroups, m_tiles, cols, linear)
             if m_tiles * tile.columns // 2 > max_sums or output_channels(problem, tile) > 256:
                 continue
             if output_pixels(problem, tile) > 256:

@@ -73,8 +73,10 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
             problem(geometry, channels_last=True),
         ):
             assert family(posed) == "stride1"
-            # The gradient of the bias has launches of its own.
-            assert family(posed, with_bias=True) == "stride1, general"
+            # The gradient of the bias has launches of its own, unless a copy of grad_output adds it up.
+            copied = geometry == WIDE and posed.dtype == torch.float16
+            apart = "nchw_to_nhwc, implicit_gemm_tma" if copied else "stride1, general"
+            assert family(posed, with_bias=True) == apart
         assert family(problem(geometry, torch.float16, channels_last=True)) != "stride1"
         assert family(problem(geometry)._replace(precision="ieee")) != "stride1"
     assert family(problem(SQUARE._replace(height=16, width=16))) != "stride1"
@@ -96,10 +98,8 @@ def test_only_layers_of_stride_1_are_claimed() -> None:
 
 
 def copied(geometry: Geometry, dtype: torch.dtype = torch.float32, linear: bool = False) -> set[int]:
-    """Returns the operands that a tile for rows that are addressed so copies."""
-    posed = problem(geometry, dtype)
-    (rows,) = (one for one in tiles.output_rows(posed) if one.linear == linear)
-    return {one.operand for one in tiles.copied_rows(posed, rows)}
+    """Returns the operands that a tile copies which addresses grad_output linearly, or not."""
+    return {one.operand for one in tiles.copied_rows(problem(geometry, dtype), linear)}
 
 
 def test_rows_that_are_not_aligned_are_copied_to_longer_ones() -> None:
@@ -112,27 +112,50 @@ def test_rows_that_are_not_aligned_are_copied_to_longer_ones() -> None:
     assert copied(SQUARE, linear=True) == set()
     assert copied(SQUARE._replace(width=1022)) == {1}
     assert copied(SQUARE._replace(width=1023), linear=True) == {1}
+    assert tiles.copied_rows(problem(SQUARE._replace(width=1023), channels_last=True), False) == []
+
+
+def test_which_layers_may_address_grad_output_linearly() -> None:
+    def linear(posed: plan.Problem) -> set[bool]:
+        found = {tile.linear for tile in tiles.candidates(posed, H200)}
+        assert found == ({False, True} if tiles.may_be_linear(posed) else {False})
+        return found
+
+    assert linear(problem(SQUARE)) == linear(problem(SQUARE, torch.float16)) == {False, True}
     # A tap beside the rows of grad_output.
-    assert [one.linear for one in tiles.output_rows(problem(padded._replace(kernel=(3, 4))))] == [False]
-    # Every other channel of grad_output lies at a multiple of 16 bytes, and a group has an odd number of them.
-    taller = problem(SQUARE._replace(height=1023, out_channels=66))
-    assert [one.planes for one in tiles.output_rows(taller)] == [1, 2]
-    odd = problem(SQUARE._replace(height=1023, out_channels=65))
-    assert [one.planes for one in tiles.output_rows(odd)] == [1]
+    assert linear(problem(SQUARE._replace(padding=(0, 1)))) == {False}
+    assert linear(problem(SQUARE._replace(padding=(1, 0)))) == {False, True}
+    # Four planes of float32, eight of 16 bits.
+    assert linear(problem(SQUARE._replace(out_channels=60))) == {False, True}
+    assert linear(problem(SQUARE._replace(out_channels=60), torch.float16)) == {False}
+    assert linear(problem(SQUARE._replace(out_channels=66))) == {False}
+    assert linear(problem(SQUARE, channels_last=True)) == {False}
 
 
-def test_a_kernel_reads_rows_that_begin_elsewhere() -> None:
-    """One that addresses two planes linearly reads one, and one for aligned rows reads copies; neither reads more
-    planes."""
-    one_plane, two_planes, more = (problem(SQUARE._replace(height=height)) for height in (1024, 1023, 1022))
-    odd = problem(SQUARE._replace(height=1023, width=1023))
-    aligned, two = tiles.output_rows(two_planes)
-    assert (two.linear, two.planes, aligned.linear) == (True, 2, False)
-    assert [two.serve(posed) for posed in (one_plane, two_planes, more, odd)] == [True, True, True, False]
-    assert all(aligned.serve(posed) for posed in (one_plane, two_planes, more, odd))
-    (_, one) = tiles.output_rows(one_plane)
-    assert not one.serve(two_planes)
-    assert not two.serve(problem(SQUARE._replace(padding=(1, 1), height=1023)))
+def test_a_layer_has_the_same_tiles_at_all_sizes() -> None:
+    for posed in (problem(SQUARE), problem(FEW, torch.float16)):
+        found = set(tiles.candidates(posed, H200))
+        for height, width in ((1023, 1024), (1024, 1023), (7, 5)):
+            other = posed._replace(geometry=posed.geometry._replace(height=height, width=width))
+            assert set(tiles.candidates(other, H200)) == found
+
+
+@pytest.mark.parametrize("dtype", MODES[:2], ids=str)
+def test_channels_that_a_warp_reads_at_once_lie_in_different_banks(dtype: torch.dtype) -> None:
+    """Eight channels of 16 bytes: those of a plane are a pitch apart, and each plane begins earlier than the one
+    before it, from places that are multiples of 128 bytes apart."""
+    posed = problem(SQUARE, dtype)
+    for tile in tiles.candidates(posed, H200):
+        planes, pitch = tiles.planes_of(posed, tile), tiles.output_pixels(posed, tile) * dtype.itemsize
+        assert planes == (16 // dtype.itemsize if tile.linear else 1)
+        places = {
+            channel // planes * pitch + channel % planes * tiles.PLANE_STAGGER * dtype.itemsize
+            for channel in range(8)
+        }
+        assert {place % 128 for place in places} == set(range(0, 128, 16))
+        # The last pixel that the last plane reads, of a row that begins as late as possible.
+        last = tiles.PLANE_STAGGER * (planes - 1) + (16 // dtype.itemsize - 1 if tile.linear else 0)
+        assert last + tile.cols + SQUARE.kernel[1] - 1 <= tiles.output_pixels(posed, tile) <= 256
 
 
 @pytest.mark.parametrize("dtype", MODES[:2], ids=str)
@@ -140,7 +163,6 @@ def test_copies_lie_behind_the_partial_sums(dtype: torch.dtype) -> None:
     padded = SQUARE._replace(padding=(1, 1), height=500)
     posed, aligned = (problem(padded._replace(width=width), dtype) for width in (1023, 1024))
     tile = next(tiles.candidates(posed, H200))
-    assert tile in tiles.candidates(aligned, H200)
     (clocks, chosen), (without, same) = (
         stride1_clocks.best_tile(one, tile, H200) for one in (posed, aligned)
     )
