@@ -30,10 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Compile every planned kernel for every architecture, not one of each variant for four.",
     )
     parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="Also run what repeats other tests for more layers, dtypes, architectures and random cases. On by itself "
+        "on a machine with a GPU, and with --all-architectures.",
+    )
+    parser.addoption(
         "--soak-calls",
         type=int,
-        default=1000,
-        help="How many calls tests/cuda/test_soak.py makes; 100,000 take minutes.",
+        help="How many calls tests/cuda/test_soak.py makes: 1,000 with --exhaustive and 300 without; 100,000 take "
+        "minutes.",
     )
 
 
@@ -41,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `pytest -n`, processes share the cores: torch gets a share in each, and its threads sleep while they wait.
 
     Inductor does not ask by compiling, which takes 8 s, what vectors this CPU has: its loops are not what is tested."""
+    config.addinivalue_line("markers", "exhaustive: repeats a test that runs by default (needs --exhaustive)")
+    options = config.option
+    options.exhaustive |= options.all_architectures or torch.cuda.is_available()
+    if options.soak_calls is None:
+        options.soak_calls = 1000 if options.exhaustive else 300
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     gc.set_threshold(GARBAGE_THRESHOLD)
     processes = config.getoption("numprocesses", None)
@@ -66,12 +77,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.exhaustive:
+        _deselect_exhaustive(config, items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch.cuda.is_available() is False")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _deselect_exhaustive(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a GPU stay, and say that they are skipped: they may share parameters with others."""
+    left_out = [
+        item for item in items if item.get_closest_marker("exhaustive") and not item.get_closest_marker("gpu")
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    found = set(left_out)
+    items[:] = [item for item in items if item not in found]
+
+
+@pytest.fixture
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether a test runs all of its layers, dtypes and random cases, and not some of them."""
+    return bool(request.config.option.exhaustive)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from sampling import sampled
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -180,8 +181,9 @@ def test_the_graph_computes_the_same(
         assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 5e-3
 
 
-@pytest.mark.parametrize("out_channels", [3, 6])
-@pytest.mark.parametrize("how", ["as it is", "compiled"])
+@pytest.mark.parametrize(
+    ("out_channels", "how"), sampled([(3, "as it is"), (3, "compiled"), (6, "compiled"), (6, "as it is")], 2)
+)
 def test_a_decomposed_program_has_gradients(out_channels: int, how: str) -> None:
     """It holds the graph's op outside of a compiler's graph; gradients are enabled in plain inference too."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import sampled
 from torch import nn
 from tuned_cases import pretended_machine
 
@@ -160,8 +162,11 @@ def test_candidates_for_gradients() -> None:
     assert apart[1].plan == found[-1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize(
+    ("channels_last", "dtype"),
+    sampled(itertools.product((False, True), (torch.float16, torch.float32, torch.float64)), 2),
+    ids=str,
+)
 def test_every_layer_has_candidates(dtype: torch.dtype, channels_last: bool) -> None:
     """Some families compute no layer of some dtypes, groups and kernels; the others are still candidates."""
     geometries = (

@@ -120,7 +120,7 @@ class Kernel(NamedTuple):
     source: str
     entry: str
     constants: tuple[tuple[str, Constant], ...]
-    #: Whether the plan promises that the compiler's report shows no spill to local memory.
+    #: Whether registers may spill to local memory; if not, the plan promises that the compiler's report shows none.
     spills: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from ablation_cases import DRAWN, SUITE, Clock, made_up
 from pretended_gpu import GPU, H200, pretended_gpu
+from sampling import sampled
 
 from benchmarks import ablation, ablation_measure
 from benchmarks.ablation_measure import Call, Prepared, StagePlans, Task, best_of_families, measure
@@ -54,9 +56,10 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_compiler")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", ["tf32", "fp16"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("direction", "mode", "layout"),
+    sampled(itertools.product(("forward", "backward"), ("tf32", "fp16"), LAYOUTS), 3),
+)
 def test_every_family_is_measured_against_pytorchs_result(
     direction: str, mode: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from benchmark_layers import CEILINGS, H200, SUITE, TARGETS, small
 from oracle import conv_transpose2d_reference
+from sampling import sampled
 from torch import Tensor
 
 from benchmarks import kernels, measure, truth
@@ -277,8 +279,11 @@ def test_ceilings_of_a_machine() -> None:
 
 
 @pytest.mark.usefixtures("searched_once")
-@pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
-@pytest.mark.parametrize("layer", SUITE.layers, ids=lambda layer: layer.name)
+@pytest.mark.parametrize(
+    ("layer", "mode"),
+    sampled(itertools.product(SUITE.layers, MODES.values()), 3),
+    ids=lambda one: one.name,
+)
 def test_every_layer_has_a_plan_in_every_mode(
     layer: Layer, mode: Mode, request: pytest.FixtureRequest
 ) -> None:

@@ -138,6 +138,7 @@ def test_while_one_process_times_the_others_and_their_children_are_stopped(
     assert isinstance(found[cases[0]], dict), found[cases[0]]
 
 
+@pytest.mark.exhaustive
 def test_processes_continue_after_the_death_of_the_one_that_stopped_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

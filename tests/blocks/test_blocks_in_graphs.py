@@ -4,6 +4,7 @@ A compiler fuses PyTorch's operators with those around them, which it could not 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from pretended_norm import Pretended, pretended
+from sampling import sampled
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -78,9 +80,10 @@ def graphs_of(model: nn.Module, training: bool) -> tuple[list[list[str]], list[T
     return graphs, found
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("fuse", ["blocks", "all"])
-@pytest.mark.parametrize("make", [in_sequence, InForward])
+@pytest.mark.parametrize(
+    ("make", "fuse", "training"),
+    sampled(itertools.product((in_sequence, InForward), ("blocks", "all"), (True, False)), 3),
+)
 def test_a_compiled_graph_is_that_of_the_modules(
     make: Callable[[], nn.Module], fuse: str, training: bool, kernels: Pretended
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cli_cases import command, environment, files, finished, generator, process, run, saved_generator, swap
 from forked import CLOSED
+from sampling import sampled
 
 import tconv_swap
 from tconv_swap.cli import parsers, workflow
@@ -253,18 +254,22 @@ class TestProcess:
 
     @pytest.mark.parametrize(
         ("words", "closed"),
-        [
-            (("model.pt", "--dry-run"), True),
-            (("model.pt", "--dry-run"), False),
-            (("--version",), False),
-            (("bench", "--list"), False),
-        ],
+        sampled(
+            [
+                (("model.pt", "--dry-run"), True),
+                (("bench", "--list"), False),
+                (("model.pt", "--dry-run"), False),
+                (("--version",), False),
+            ],
+            2,
+        ),
     )
     def test_a_stdout_that_cannot_be_written(self, model: Path, closed: bool, words: tuple[str, ...]) -> None:
         with open("/dev/full", "wb") as full:
             done = finished(*words, stdout=CLOSED if closed else full.fileno())
         self.check_that_stdout_cannot_be_written(done)
 
+    @pytest.mark.exhaustive
     def test_an_interpreter_that_starts_without_a_stdout(self, model: Path) -> None:
         script = 'exec "$0" -m tconv_swap --help >&-'
         arguments = ["sh", "-c", script, sys.executable]

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import torch
 from cli_cases import finished, process, run
+from sampling import sampled
 from torch import Tensor, nn
 
 import tconv_swap
@@ -235,12 +236,15 @@ class TestWords:
 
     @pytest.mark.parametrize(
         ("words", "expected"),
-        [
-            ("tconv-swap b", {"bench"}),
-            ("tconv-swap cache ", {"clear"}),
-            ("tconv-swap bench --no-", {"--no-backward", "--no-verify"}),
-            ("tconv-swap model.pt --inc", {"--include", "--include-1d"}),
-        ],
+        sampled(
+            [
+                ("tconv-swap cache ", {"clear"}),
+                ("tconv-swap b", {"bench"}),
+                ("tconv-swap bench --no-", {"--no-backward", "--no-verify"}),
+                ("tconv-swap model.pt --inc", {"--include", "--include-1d"}),
+            ],
+            3,
+        ),
     )
     def test_completion(self, words: str, expected: set[str]) -> None:
         place = str(len(words.split(" ")) - 1)

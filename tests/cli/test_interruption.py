@@ -122,7 +122,7 @@ def interpreter(*words: str) -> subprocess.Popen[str]:
     [
         (signal.SIGINT, "atexit.register(tell)", process),
         (signal.SIGTERM, "late = Late()", process),
-        (signal.SIGINT, "late = Late()", interpreter),
+        pytest.param(signal.SIGINT, "late = Late()", interpreter, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_signal_during_the_teardown_changes_nothing(

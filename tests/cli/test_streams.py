@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 import torch
 from cli_cases import environment, finished, saved_generator
 from forked import run_python
+from sampling import sampled
 from torch import nn
 
 from tconv_swap.cli.outcome import ExitCode
@@ -42,8 +44,12 @@ def test_a_stderr_that_cannot_be_written_changes_no_exit_code(
     assert ("VERIFIED" in done.stdout) == (code == 0)
 
 
-@pytest.mark.parametrize("letters", ["utf-8", "ascii"])
-@pytest.mark.parametrize("words", [("--help",), ("bench", "--list"), ("model.pt", "--help")])
+@pytest.mark.parametrize(
+    ("words", "letters"),
+    sampled(
+        itertools.product((("--help",), ("bench", "--list"), ("model.pt", "--help")), ("utf-8", "ascii")), 3
+    ),
+)
 def test_a_reader_that_stops_changes_no_exit_code(model: Path, words: tuple[str, ...], letters: str) -> None:
     # The reader is gone before the first letter is written.
     reading, writing = os.pipe()

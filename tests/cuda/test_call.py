@@ -22,6 +22,7 @@ from pretended_gpu import (
     operands,
     pretended_gpu,
 )
+from sampling import sampled
 from torch import Tensor
 
 from tconv_swap.cuda import call, choice
@@ -96,9 +97,13 @@ def test_no_kernel_of_pythons_is_on_the_way(name: str, source: str, casts: bool)
         assert source in line
 
 
-@pytest.mark.parametrize("backend", ["auto", "kernel"])
-@pytest.mark.parametrize("form", [NCHW, CHANNELS_LAST])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "form", "backend"),
+    sampled(
+        product((torch.float32, torch.float16, torch.bfloat16), (NCHW, CHANNELS_LAST), ("auto", "kernel")), 5
+    ),
+    ids=str,
+)
 def test_python_is_asked_once(gpu: GPU, form: torch.memory_format, dtype: torch.dtype, backend: str) -> None:
     x, w, b = operands(form, dtype)
     for bias in (b, None):

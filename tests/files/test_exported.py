@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from file_cases import exported_network, one_line, run
+from sampling import sampled
 from torch import nn
 from torch._higher_order_ops.while_loop import while_loop
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ def convolutions(program: torch.export.ExportedProgram) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("decomposed", sampled([False, True], 2))
 def test_a_program_is_swapped_verified_and_saved(tmp_path: Path, decomposed: bool) -> None:
     model, program = exported_network()
     if decomposed:

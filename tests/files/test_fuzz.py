@@ -1,6 +1,7 @@
 """Damaged and hostile files and arguments: one clear line, a documented exit code, nothing executed.
 
-`TCONV_SWAP_FUZZ=20000 pytest tests/files/test_fuzz.py` runs that many of each instead of the few hundred of CI.
+`TCONV_SWAP_FUZZ=20000 pytest tests/files/test_fuzz.py` runs that many of each instead of the few hundred of CI
+with --exhaustive, and the hundred and fifty without.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.files.loading import LoadError, load_inputs, load_model
 from tconv_swap.verification import Check, VerifyReport
 
-RUNS = int(os.environ.get("TCONV_SWAP_FUZZ", "400"))
 LEGACY = {"_use_new_zipfile_serialization": False}
 #: Documented in docs/testing.md.
 EXIT_CODES = {int(code) for code in ExitCode}
@@ -131,14 +131,19 @@ def mutated_inside(content: bytes, others: list[bytes], random: random.Random) -
     return stream.getvalue()
 
 
+@pytest.fixture
+def runs(exhaustive: bool) -> int:
+    return int(os.environ.get("TCONV_SWAP_FUZZ", "400" if exhaustive else "150"))
+
+
 def outcomes(
-    tmp_path: Path, load: Callable[[Path], Any], mutate: Callable[..., bytes], seed: int
+    tmp_path: Path, load: Callable[[Path], Any], mutate: Callable[..., bytes], seed: int, runs: int
 ) -> Iterator[str]:
     """Of every run: `loaded` or what was refused. Fails for any other exception, and if something was executed."""
     marker, path = tmp_path / "executed", tmp_path / "fuzzed.pt"
     files = corpus(marker)
     generator = random.Random(seed)
-    for number in range(RUNS):
+    for number in range(runs):
         name = generator.choice(list(files))
         content = mutate(files[name], list(files.values()), generator)
         path.write_bytes(content)
@@ -171,10 +176,10 @@ def outcomes(
     ids=["network", "weights", "inputs"],
 )
 def test_damaged_and_hostile_files(
-    tmp_path: Path, load: Callable[[Path], Any], mutate: Callable[..., bytes]
+    tmp_path: Path, load: Callable[[Path], Any], mutate: Callable[..., bytes], runs: int
 ) -> None:
-    seen = list(outcomes(tmp_path, load, mutate, 20261121))
-    assert len(seen) == RUNS
+    seen = list(outcomes(tmp_path, load, mutate, 20261121, runs))
+    assert len(seen) == runs
     # The mutations reach different depths: some files stay whole, most are refused, for many reasons.
     assert len({text.partition("fuzzed.pt")[2][:60] for text in seen}) > 10
 
@@ -205,7 +210,7 @@ VALUES = [
 
 
 @pytest.mark.timeout(0)
-def test_random_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     """Any arguments end in a documented exit code and no traceback; nothing hostile is executed."""
     monkeypatch.chdir(tmp_path)
     marker = tmp_path / "executed"
@@ -226,7 +231,7 @@ def test_random_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("typer.testing._get_command", lambda _: command_line)
     generator = random.Random(7)
     codes = set()
-    for number in range(RUNS):
+    for number in range(runs):
         command = generator.choice([[], [], [], ["swap"], ["tune"]])
         arguments = [
             *command,

@@ -8,7 +8,7 @@ import re
 import older_gpus
 import pytest
 import torch
-from planned_kernels import EACH_COMMIT, SHARED_BYTES, WHOLE, one_of_each, planned, variants
+from planned_kernels import SHARED_BYTES, SOME, WHOLE, compiled_on_each_commit, one_of_each, planned, variants
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
@@ -20,15 +20,18 @@ from tconv_swap.runtime.program import Kernel
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "architecture" in metafunc.fixturenames:
         every = metafunc.config.getoption("all_architectures")
-        metafunc.parametrize("architecture", SHARED_BYTES if every else EACH_COMMIT)
+        metafunc.parametrize("architecture", SHARED_BYTES if every else SOME)
 
 
 @pytest.mark.timeout(1800)
 def test_planned_kernels_compile_without_unpromised_spills(
-    architecture: str, request: pytest.FixtureRequest
+    architecture: str, request: pytest.FixtureRequest, exhaustive: bool
 ) -> None:
-    every = request.config.getoption("all_architectures")
-    for kernel in planned(architecture) if every else one_of_each(planned(architecture)):
+    if request.config.getoption("all_architectures"):
+        kernels = list(planned(architecture))
+    else:
+        kernels = one_of_each(planned(architecture)) if exhaustive else compiled_on_each_commit(architecture)
+    for kernel in kernels:
         _, log = jit.compile_with_log(kernel, architecture)
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
         assert spilled, f"no resource report for {kernel.entry}: {log}"
@@ -46,6 +49,13 @@ def test_one_of_each_kernel_holds_every_variant_and_the_most_demanding() -> None
     chosen = one_of_each(planned("sm_80"))
     assert set().union(*map(variants, chosen)) == set().union(*map(variants, planned("sm_80")))
     assert len(chosen) < len(planned("sm_80")) / 2
+    assert one_of_each({small: 1, half: 1}, variants(small)) == [half]
+
+
+def test_each_commit_compiles_every_source() -> None:
+    sources = {kernel.source for architecture in SOME for kernel in planned(architecture, every=False)}
+    compiled = {kernel.source for architecture in SOME for kernel in compiled_on_each_commit(architecture)}
+    assert compiled == sources
 
 
 @pytest.mark.parametrize(
@@ -68,9 +78,9 @@ def test_a_kernel_of_many_taps_compiles(
             jit.compile_kernel(launch.kernel, chip)
 
 
-def test_every_source_is_planned_somewhere() -> None:
+def test_every_source_is_planned_somewhere(exhaustive: bool) -> None:
     """No test would compile a kernel file that no plan above uses."""
-    used = {kernel.source for kernel in planned(WHOLE)}
+    used = {kernel.source for kernel in planned(WHOLE, every=exhaustive)}
     directory = csrc_directory() / "kernels"
     sources = {path.relative_to(directory).as_posix() for path in directory.rglob("*.cu")}
     assert {source for source in sources if not source.startswith(("norm/", "pad/"))} == used

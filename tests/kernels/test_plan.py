@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from sampling import sampled
 
 from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.kernels import plan
@@ -215,10 +216,10 @@ def test_offsets_past_32_bits_are_counted_in_64() -> None:
     assert index(Geometry(1, 1, 1, most, 1, (1, 2))) == "long long"
 
 
-def test_the_general_kernels_alone_compute_no_gradient_with_expected_clocks() -> None:
+def test_the_general_kernels_alone_compute_no_gradient_with_expected_clocks(exhaustive: bool) -> None:
     """The choice between our kernels and PyTorch's operator asks for the clocks and makes no plan where they exist."""
     rng, counted = random.Random(5), {True: 0, False: 0}
-    for _ in range(24):
+    for _ in range(24 if exhaustive else 14):
         into, out = rng.choice((1, 3, 16, 40, 130)), rng.choice((1, 2, 7, 32, 65))
         kernel, stride = rng.choice((1, 3, 4, 9, 20)), rng.choice((1, 2, 3, 16))
         batch, columns = rng.choice((1, 6)), rng.choice((1, 12))
@@ -307,7 +308,7 @@ def test_phases_share_out_the_taps() -> None:
     assert [len(phase_taps(3, 5, 2, phase)) for phase in range(5)] == [1, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", sampled(range(8), 3))
 def test_any_stride_and_kernel_is_planned(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(8):

@@ -48,8 +48,9 @@ def limit(geometry: Geometry) -> int:
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("geometry", LARGE.values(), ids=LARGE.keys())
-def test_no_plan_takes_more_than_the_limit(geometry: Geometry, channels_last: bool) -> None:
-    for dtype, precision in MODES:
+def test_no_plan_takes_more_than_the_limit(geometry: Geometry, channels_last: bool, exhaustive: bool) -> None:
+    place = list(LARGE.values()).index(geometry) + channels_last
+    for dtype, precision in MODES if exhaustive else MODES[place % 2 :: 2]:
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
         for device in (H200, AMPERE):
             for made in (

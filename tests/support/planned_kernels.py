@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from functools import cache
 from itertools import permutations
 
@@ -35,9 +36,11 @@ MODES = (
 )
 #: The architecture for which every mode and layout is compiled; for the others, two modes in NCHW are.
 WHOLE = "sm_90a"
-#: The architectures for which each commit compiles one kernel of each variant; `pytest --all-architectures` compiles
-#: every kernel for all.
-EACH_COMMIT = ("sm_75", "sm_80", WHOLE, "sm_120")
+#: The architectures for which `pytest --exhaustive` compiles one kernel of each variant, and each commit those that
+#: none before has, and a few; `pytest --all-architectures` compiles every kernel for all.
+SOME = ("sm_80", WHOLE, "sm_75", "sm_120")
+#: How many kernels each commit compiles for the last two in any case.
+FEW = 4
 
 GEOMETRIES = {
     "dcgan": Geometry(2, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)),
@@ -60,14 +63,16 @@ GEOMETRIES = {
 
 
 @cache
-def planned(architecture: str) -> dict[Kernel, int]:
+def planned(architecture: str, every: bool = True) -> dict[Kernel, int]:
     """Returns every kernel that is planned for GEOMETRIES, and the resources of its blocks: threads times bytes of
-    shared memory."""
+    shared memory. Unless ``every``, only some modes and layouts are planned."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
     found: dict[Kernel, int] = {}
-    for geometry in GEOMETRIES.values():
+    for place, geometry in enumerate(GEOMETRIES.values()):
         for dtype, precision in MODES if architecture == WHOLE else MODES[1::2]:
             for channels_last in (False, True) if architecture == WHOLE else (False,):
+                if not every and not on_each_commit(architecture, place, (dtype, precision), channels_last):
+                    continue
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
                 # For large images stride1 computes the gradient of the weight, which leaves the bias to another kernel.
                 wanted = (True, True, geometry != GEOMETRIES["large"])
@@ -82,6 +87,26 @@ def planned(architecture: str) -> dict[Kernel, int]:
     return found
 
 
+def on_each_commit(architecture: str, place: int, mode: tuple[torch.dtype, str], channels_last: bool) -> bool:
+    """Returns whether the geometry at a place is planned by default: float16 and TF32 in one layout each and another
+    mode of every third geometry, and fewer for the last architecture, which has no kernel of its own."""
+    if architecture != WHOLE:
+        return architecture != SOME[-1] or place % 4 == 0
+    at = MODES.index(mode)
+    if at % 2:
+        return (place + at // 2 + channels_last) % 2 == 0
+    return place % 3 == 0 and at // 2 == place // 3 % 3 and channels_last == place // 9
+
+
+def compiled_on_each_commit(architecture: str) -> list[Kernel]:
+    """Returns the kernels of an architecture of SOME whose variants none before has, and for the last ones a few."""
+    place = SOME.index(architecture)
+    before = set().union(*(variants(kernel) for one in SOME[:place] for kernel in planned(one, every=False)))
+    kernels = planned(architecture, every=False)
+    few = one_of_each(kernels)[:FEW] if place > 1 else []
+    return list(dict.fromkeys((*one_of_each(kernels, before), *few)))
+
+
 def variants(kernel: Kernel) -> set[tuple[object, ...]]:
     """Returns the variants that a kernel compiles: its types together with its precision, and each switch."""
     of_entry = (kernel.source, kernel.entry)
@@ -90,11 +115,19 @@ def variants(kernel: Kernel) -> set[tuple[object, ...]]:
     return {(*of_entry, types), *switches}
 
 
-def one_of_each(kernels: dict[Kernel, int]) -> list[Kernel]:
+def one_of_each(
+    kernels: dict[Kernel, int], but: Collection[tuple[object, ...]] = frozenset()
+) -> list[Kernel]:
     """Returns the fewest kernels, chosen greedily, that compile every variant of every source; among equal ones the
-    kernel whose block takes the most resources. One whose variants the later ones compile as well is left out."""
+    kernel whose block takes the most resources. One whose variants the later ones compile as well is left out.
+
+    Args:
+        but: the variants that no kernel needs to compile.
+    """
     found: list[Kernel] = []
-    of = {kernel: variants(kernel) for kernel in sorted(kernels, key=lambda one: -kernels[one])}
+    of = {
+        kernel: variants(kernel).difference(but) for kernel in sorted(kernels, key=lambda one: -kernels[one])
+    }
     left = set().union(*of.values())
     while left:
         found.append(max(of, key=lambda kernel: len(of[kernel] & left)))

@@ -3,15 +3,19 @@ csrc/kernels/common/sizes.cuh."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from sampling import sampled
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
-from tconv_swap.measurement.suite import load_suite
+from tconv_swap.measurement.suite import Layer, load_suite
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -25,6 +29,20 @@ def sizes_for(device: plan.Device) -> int:
 
 #: dtype and precision.
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
+
+
+def some_modes(layer: Layer) -> list[tuple[torch.dtype, str]]:
+    """Returns the mode in which each commit plans many sizes of a layer."""
+    return [MODES[sum(map(ord, layer.name)) % 2]]
+
+
+def on_devices(layers: Sequence[Layer], *others: plan.Device) -> list[Any]:
+    """Returns each layer with each device; on each commit only every fourth on the others, which have fewer
+    families."""
+    pairs = itertools.product(others, layers)
+    return [*((layer, H200) for layer in layers), *sampled(((layer, device) for device, layer in pairs), 4)]
+
+
 #: The layers of the suite that have channels enough for tensor cores.
 LAYERS = [layer for layer in load_suite().layers if layer.geometry.out_channels_per_group >= 8]
 #: Relative L2 errors against float64.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from faults import FAULTS, NETWORK_FAULTS, right, scaled_inside
+from sampling import sampled
 from torch import Tensor, nn
 from verify_cases import checks_of, scaled_gradient, swapped_copy, with_kernel
 
@@ -54,8 +56,17 @@ def test_fault_of_a_network_is_found(name: str) -> None:
     assert any(said in line for line in report.failures), report.failures
 
 
-@pytest.mark.parametrize("options", [{}, {"autocast": torch.float16}, {"autocast": torch.bfloat16}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    sampled(
+        itertools.product(
+            (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+            ({}, {"autocast": torch.float16}, {"autocast": torch.bfloat16}),
+        ),
+        2,
+    ),
+    ids=str,
+)
 def test_nothing_is_found_where_there_is_no_fault(
     dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

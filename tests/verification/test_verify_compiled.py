@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from sampling import sampled
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -128,7 +129,9 @@ def _nothing(network: nn.Sequential) -> None:
     pass
 
 
-@pytest.mark.parametrize("change", [_nothing, _other_momentum, _other_slope, _other_eps, _other_padding])
+@pytest.mark.parametrize(
+    "change", [_nothing, *sampled([_other_eps, _other_momentum, _other_slope, _other_padding], 2)]
+)
 def test_what_rounding_everywhere_does_not_explain_fails(change: Callable[[nn.Sequential], None]) -> None:
     """Compiled code may round every operator differently; a wrong constant is no rounding."""
     original, x = with_norm(), torch.randn(4, 3, 9, 8)

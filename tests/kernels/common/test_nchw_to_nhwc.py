@@ -181,10 +181,10 @@ def test_a_block_has_few_columns_where_blocks_are_few() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
+def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype, exhaustive: bool) -> None:
     """Each column of each matrix is in one block, and no block has more pieces than its threads load."""
     rng = random.Random(3)
-    for _ in range(300):
+    for _ in range(300 if exhaustive else 100):
         piece = 16 // dtype.itemsize
         of = Matrices(
             rng.randint(1, 40),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from sampling import sampled
 from size_cases import H200, MODES, quotient, random_layer, random_sizes
 
 from tconv_swap.geometry import Geometry
@@ -39,7 +40,7 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), 2))
 def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(seed, channels_last):
         for tile in forward_narrow_ffma.of_size(problem, H200)[:2]:
@@ -74,7 +75,7 @@ def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_l
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), 2))
 def test_tiles_of_narrow_mma_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(100 + seed, channels_last):
         for tile in forward_narrow_mma.of_size(problem, H200):

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from planned_kernels import one_of_each
+from sampling import sampled
 
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import FROM_OUTPUT, Activation, Norm, Tiling
@@ -47,7 +48,7 @@ def plans(one: Norm, device: Device) -> list[Plan]:
     return [one for one in made if one is not None]
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.architecture)
+@pytest.mark.parametrize("device", sampled(DEVICES, 3), ids=lambda device: device.architecture)
 def test_kernels_compile_without_spills(device: Device, request: pytest.FixtureRequest) -> None:
     """Each commit compiles one kernel of each variant, the one whose block takes the most resources."""
     shared: dict[Kernel, int] = {}
@@ -189,16 +190,19 @@ def test_unsupported_dtypes_activations_and_empty_tensors_are_not_claimed() -> N
 
 @pytest.mark.parametrize(
     ("activation", "dtype", "channels_last"),
-    [
-        (Activation.TANH, torch.float16, False),
-        (Activation.TANH, torch.float16, True),
-        *(
-            (one, torch.float16, place % 2 == 0)
-            for place, one in enumerate(sorted(FROM_OUTPUT - {Activation.TANH}))
-        ),
-        (Activation.TANH, torch.float32, False),
-        (Activation.TANH, torch.bfloat16, True),
-    ],
+    sampled(
+        [
+            (Activation.TANH, torch.float16, False),
+            (Activation.TANH, torch.float16, True),
+            *(
+                (one, torch.float16, place % 2 == 0)
+                for place, one in enumerate(sorted(FROM_OUTPUT - {Activation.TANH}))
+            ),
+            (Activation.TANH, torch.bfloat16, True),
+            (Activation.TANH, torch.float32, False),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_every_sum_compiles(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from emulated_pad import emulate
 from planned_kernels import one_of_each
+from sampling import sampled
 
 from tconv_swap.kernels.common.dtypes import DTYPES
 from tconv_swap.kernels.pad.reflection_pad import Pad, plan_backward, plan_forward
@@ -43,7 +44,7 @@ def kernels_for(device: Device) -> dict[Kernel, int]:
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.architecture)
+@pytest.mark.parametrize("device", sampled(DEVICES, 3), ids=lambda device: device.architecture)
 def test_kernels_compile_without_spills(device: Device, request: pytest.FixtureRequest) -> None:
     kernels = kernels_for(device)
     for kernel in kernels if request.config.getoption("all_architectures") else one_of_each(kernels):
