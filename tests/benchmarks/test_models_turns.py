@@ -87,6 +87,7 @@ def measured(case: Case, setting: Setting, announce: Callable[[str], None], alon
     return {**case._asdict(), "threads": os.environ["TORCHINDUCTOR_COMPILE_THREADS"]}
 
 
+@pytest.mark.exhaustive
 def test_rows_of_processes() -> None:
     cases = [case(name) for name in ("dies", "one")]
     found = dict(rows_by_turns(cases, SETTING, 3, 2, lambda: math.inf, measured))

@@ -9,6 +9,7 @@ import older_gpus
 import pytest
 import torch
 from planned_kernels import SHARED_BYTES, SOME, WHOLE, compiled_on_each_commit, one_of_each, planned, variants
+from sampling import sampled
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
@@ -60,7 +61,7 @@ def test_each_commit_compiles_every_source() -> None:
 
 @pytest.mark.parametrize(
     ("chip", "stride", "source"),
-    [("sm_80", 4, "forward/implicit_gemm_mma.cu"), (WHOLE, 8, "forward/implicit_gemm_wgmma.cu")],
+    sampled([("sm_80", 4, "forward/implicit_gemm_mma.cu"), (WHOLE, 8, "forward/implicit_gemm_wgmma.cu")], 2),
 )
 def test_a_kernel_of_many_taps_compiles(
     chip: str, stride: int, source: str, request: pytest.FixtureRequest

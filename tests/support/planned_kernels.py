@@ -99,12 +99,18 @@ def on_each_commit(architecture: str, place: int, mode: tuple[torch.dtype, str],
 
 
 def compiled_on_each_commit(architecture: str) -> list[Kernel]:
-    """Returns the kernels of an architecture of SOME whose variants none before has, and for the last ones a few."""
+    """Returns kernels of an architecture of SOME with all types of every source that none before has, and for the last
+    ones a few. (``pytest --exhaustive`` compiles every switch as well.)"""
     place = SOME.index(architecture)
     before = set().union(*(variants(kernel) for one in SOME[:place] for kernel in planned(one, every=False)))
     kernels = planned(architecture, every=False)
     few = one_of_each(kernels)[:FEW] if place > 1 else []
-    return list(dict.fromkeys((*one_of_each(kernels, before), *few)))
+    return list(dict.fromkeys((*one_of_each(kernels, before | switches_of(kernels)), *few)))
+
+
+def switches_of(kernels: Collection[Kernel]) -> set[tuple[object, ...]]:
+    """Returns the variants of the kernels that are switches."""
+    return {one for kernel in kernels for one in variants(kernel) if isinstance(one[-1], bool)}
 
 
 def variants(kernel: Kernel) -> set[tuple[object, ...]]:

@@ -56,7 +56,7 @@ def test_the_kernel_with_the_fewest_expected_clocks_computes_a_size(
 
 
 @pytest.mark.parametrize("device", sampled([H200, AMPERE], 2), ids=lambda device: device.architecture)
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("layer", sampled(LAYERS, 2), ids=str)
 def test_tuning_reaches_the_best_of_every_family(layer: Geometry, device: plan.Device) -> None:
     for mode, last in itertools.product(MODES, (False, True)):
         problem = posed(plan.Problem(layer, *mode, last, last), True)

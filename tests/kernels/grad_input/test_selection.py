@@ -78,10 +78,15 @@ def computes_any_size(layer: StridedProblem, kernels: Kernels) -> bool:
     ],
     ids=lambda one: one.name if isinstance(one, Layer) else one.architecture,
 )
-def test_a_layer_has_at_most_four_kernels_and_one_for_every_size(layer: Layer, device: plan.Device) -> None:
+def test_a_layer_has_at_most_four_kernels_and_one_for_every_size(
+    layer: Layer, device: plan.Device, exhaustive: bool
+) -> None:
     """Of all families together, with those of maps of one pixel; those that a size may take, not only its best."""
     rng = random.Random(layer.name)
-    sizes = [with_odd_columns(layer.geometry), *(any_size(rng, layer.geometry) for _ in range(60))]
+    sizes = [
+        with_odd_columns(layer.geometry),
+        *(any_size(rng, layer.geometry) for _ in range(60 if exhaustive else 20)),
+    ]
     for mode, channels_last in itertools.product(MODES, (False, True)):
         taken: set[Kernel] = set()
         for geometry in sizes:
