@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from functools import cache
-from itertools import permutations
+from itertools import permutations, product
 
 import torch
 
@@ -39,6 +39,8 @@ WHOLE = "sm_90a"
 #: The architectures for which `pytest --exhaustive` compiles one kernel of each variant, and each commit those that
 #: none before has, and a few; `pytest --all-architectures` compiles every kernel for all.
 SOME = ("sm_80", WHOLE, "sm_75", "sm_120")
+#: Of how many geometries, modes and layouts each commit plans one for them.
+EACH_COMMIT = {"sm_80": 1, WHOLE: 3, "sm_75": 1, "sm_120": 4}
 #: How many kernels each commit compiles for the last two in any case.
 FEW = 4
 
@@ -65,37 +67,27 @@ GEOMETRIES = {
 @cache
 def planned(architecture: str, every: bool = True) -> dict[Kernel, int]:
     """Returns every kernel that is planned for GEOMETRIES, and the resources of its blocks: threads times bytes of
-    shared memory. Unless ``every``, only some modes and layouts are planned."""
+    shared memory. Unless ``every``, only those of some geometries, modes and layouts."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
     found: dict[Kernel, int] = {}
-    for place, geometry in enumerate(GEOMETRIES.values()):
-        for dtype, precision in MODES if architecture == WHOLE else MODES[1::2]:
-            for channels_last in (False, True) if architecture == WHOLE else (False,):
-                if not every and not on_each_commit(architecture, place, (dtype, precision), channels_last):
-                    continue
-                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                # For large images stride1 computes the gradient of the weight, which leaves the bias to another kernel.
-                wanted = (True, True, geometry != GEOMETRIES["large"])
-                made = (plan.plan_forward(problem, True, device), plan.plan_backward(problem, wanted, device))
-                for launch in (launch for one in made for launch in one.launches):
-                    taken = launch.block * max(launch.shared_bytes, 1)
-                    found[launch.kernel] = max(taken, found.get(launch.kernel, 0))
+    modes = MODES if architecture == WHOLE else MODES[1::2]
+    layouts = (False, True) if architecture == WHOLE else (False,)
+    cases = list(product(GEOMETRIES.values(), modes, layouts))
+    for geometry, (dtype, precision), channels_last in (
+        cases if every else cases[:: EACH_COMMIT[architecture]]
+    ):
+        problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+        # For large images stride1 computes the gradient of the weight, which leaves the bias to another kernel.
+        wanted = (True, True, geometry != GEOMETRIES["large"])
+        made = (plan.plan_forward(problem, True, device), plan.plan_backward(problem, wanted, device))
+        for launch in (launch for one in made for launch in one.launches):
+            taken = launch.block * max(launch.shared_bytes, 1)
+            found[launch.kernel] = max(taken, found.get(launch.kernel, 0))
     for source, target in permutations(DTYPES, 2):
         made_cast = plan_cast([Output((8,), dtype=target)], source)
         assert made_cast is not None
         found[made_cast.launches[0].kernel] = made_cast.launches[0].block
     return found
-
-
-def on_each_commit(architecture: str, place: int, mode: tuple[torch.dtype, str], channels_last: bool) -> bool:
-    """Returns whether the geometry at a place is planned by default: float16 and TF32 in one layout each and another
-    mode of every third geometry, and fewer for the last architecture, which has no kernel of its own."""
-    if architecture != WHOLE:
-        return architecture != SOME[-1] or place % 4 == 0
-    at = MODES.index(mode)
-    if at % 2:
-        return (place + at // 2 + channels_last) % 2 == 0
-    return place % 3 == 0 and at // 2 == place // 3 % 3 and channels_last == place // 9
 
 
 def compiled_on_each_commit(architecture: str) -> list[Kernel]:

@@ -151,7 +151,7 @@ def _of_stride1(sizes: Sequence[TileProblem], device: Device) -> Iterator[Timed]
     for kernel in kernels:
         times = [
             best_tile(size, kernel, device)[0]
-            if is_supported and forward_stride1.computes(kernel, size)
+            if is_supported and forward_stride1.computes(size, kernel)
             else math.inf
             for size, is_supported in zip(sizes, supported, strict=True)
         ]

@@ -53,11 +53,11 @@ def ranked(among: Iterable[Stride1Kernel], problem: TileProblem, device: Device)
     kernels = tuple(among)
     if not kernels or not supports(problem, device):
         return []
-    best = [best_tile(problem, kernel, device) for kernel in kernels if computes(kernel, problem)]
+    best = [best_tile(problem, kernel, device) for kernel in kernels if computes(problem, kernel)]
     return [Ranked(clocks, partial(lower, problem, tile)) for clocks, tile in sorted(best, key=itemgetter(0))]
 
 
-def computes(kernel: Stride1Kernel, problem: TileProblem) -> bool:
+def computes(problem: TileProblem, kernel: Stride1Kernel) -> bool:
     """Whether the kernel computes the problem, which ``supports`` allows: it loads the rows as they lie, or copies."""
     return kernel.loads(problem) and copies_fit(copied_rows(problem, kernel), problem.dtype)
 

@@ -63,7 +63,7 @@ def test_tiles_fit_the_device_and_their_tensor_maps_are_legal(geometry: Geometry
         found = list(forward_stride1_tile.kernels(posed, H200))
         assert found
         for kernel in found:
-            assert forward_stride1.computes(kernel, posed)
+            assert forward_stride1.computes(posed, kernel)
             assert forward_stride1_tile.shared_bytes(posed, kernel) <= H200.shared_memory_per_block
             _, tile = best_tile(posed, kernel, H200)
             *pads, pack, main = forward_stride1.lower(posed, tile).launches
@@ -97,14 +97,14 @@ def test_rows_that_are_not_aligned_are_loaded_by_one_kernel_with_others() -> Non
         assert {one.unaligned_rows for one in found} == {True, False}
         assert {one.planes for one in found if one.unaligned_rows} == {planes, 2}
         assert {one for one in found if one.planes == 2} == set(two_planes)
-        assert all(forward_stride1.computes(one, posed) for one in two_planes)
+        assert all(forward_stride1.computes(posed, one) for one in two_planes)
         copied = {
             len(forward_stride1_tile.copied_rows(posed, one)) for one in found if not one.unaligned_rows
         }
         assert copied == {int(width % 4 > 0)}
     # Taps that read beyond the ends need rows that begin at multiples of 16 bytes.
     for other in (FEW, layer._replace(width=1025, height=511)):
-        assert not any(forward_stride1.computes(one, as_output(other)) for one in two_planes)
+        assert not any(forward_stride1.computes(as_output(other), one) for one in two_planes)
 
 
 @DTYPES
